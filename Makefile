@@ -1,0 +1,19 @@
+PYTHON ?= python3
+RUN = .venv/bin/python
+
+.PHONY: demo test test-quick environment clean
+demo:
+	$(PYTHON) tests/environment.py 0.5.18
+	$(RUN) tests/demo.py
+
+test: environment
+	$(RUN) -m pytest -n 2 --dist loadgroup tests
+
+test-quick: environment
+	$(RUN) -m pytest -n 2 --dist loadgroup -m "not slow" tests
+
+environment:
+	$(PYTHON) tests/environment.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache

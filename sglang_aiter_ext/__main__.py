@@ -1,0 +1,51 @@
+"""The command line: `sglang-aiter-ext run -- CMD ...` and `sglang-aiter-ext path`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import sys
+
+from . import __version__
+
+
+def path_entry() -> str:
+    """The PYTHONPATH entry that holds `sitecustomize`: the checkout, or a folder inside an installed package."""
+    package = pathlib.Path(__file__).resolve().parent
+    preload = package / "preload"
+    return str(preload if preload.is_dir() else package.parent)
+
+
+def run(command: list[str]) -> int:
+    """Replace this process by `command`, activated. Returns 127 or 126 where it cannot be started."""
+    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if path_entry() not in entries:
+        entries.insert(0, path_entry())
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entries)}
+    try:
+        os.execvpe(command[0], command, environment)
+    except OSError as error:
+        print(f"sglang-aiter-ext run: {command[0]}: {error.strerror}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="sglang-aiter-ext", description="AITER fast paths for an unmodified SGLang")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runner = commands.add_parser("run", help="run a command with the extension active: run -- CMD ...")
+    runner.add_argument("cmd", nargs=argparse.REMAINDER, metavar="-- CMD ...")
+    commands.add_parser("path", help="print the PYTHONPATH entry that activates the extension")
+    options = parser.parse_args(arguments)
+    if options.command == "path":
+        print(path_entry())
+        return 0
+    command = options.cmd[1:] if options.cmd[:1] == ["--"] else options.cmd
+    if not command:
+        parser.error("run needs a command, as in: run -- python -m sglang.launch_server ...")
+    return run(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Installs capabilities into SGLang's modules, and keeps what goes wrong inside."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+
+from . import __version__, installed, settings
+from .capability import APPLY, UNSUPPORTED, Capability, NothingToServe, Verdict
+from .counting import logger
+
+
+class CouldNotApply(RuntimeError):
+    """Under SGLANG_AITER_EXT_STRICT=1: a capability that is enabled could not be applied."""
+
+
+@dataclasses.dataclass
+class State:
+    """What became of one capability in this process."""
+
+    capability: Capability
+    verdict: Verdict
+    enabled: bool
+    error: str | None = None
+    installed_in: set[str] = dataclasses.field(default_factory=set)
+
+    @property
+    def state(self) -> str:
+        if self.error is not None:
+            return "failed"
+        if not self.enabled or self.verdict.verdict != APPLY:
+            return "off"
+        return "active" if self.installed_in == set(self.capability.targets) else "pending"
+
+
+_lock = threading.RLock()
+_served: weakref.WeakSet[ModuleType] = weakref.WeakSet()
+_reported: set[str] = set()
+
+
+@functools.cache
+def states() -> dict[str, State]:
+    """The state of every capability, in order; probes the release once a process."""
+    from .capabilities import CAPABILITIES
+
+    release = installed.release()
+    off = settings.disabled(tuple(c.name for c in CAPABILITIES))
+    result = {}
+    for capability in CAPABILITIES:
+        verdict = capability.verdict(release)
+        state = State(capability, verdict, enabled=capability.name not in off)
+        if capability.switch is not None and state.enabled:
+            try:
+                state.enabled = settings.boolean(capability.switch)
+            except settings.SettingError as error:
+                state.enabled, state.error = False, str(error)
+        result[capability.name] = state
+    return result
+
+
+def status() -> list[dict]:
+    """See `sglang_aiter_ext.status`."""
+    return [
+        {
+            "name": state.capability.name,
+            "verdict": state.verdict.verdict,
+            "reason": state.verdict.reason,
+            "enabled": state.enabled,
+            "switch": state.capability.switch.name if state.capability.switch else settings.DISABLE.name,
+            "state": state.state,
+            "error": state.error,
+        }
+        for state in states().values()
+    ]
+
+
+def on_import(module: ModuleType, fresh: bool) -> None:
+    """Serve a target module: called when its code has run (`fresh`), or late for one already there.
+
+    Raises CouldNotApply or SettingError under SGLANG_AITER_EXT_STRICT=1, else nothing.
+    """
+    with _lock:
+        try:
+            if not fresh and module in _served:
+                return
+            _served.add(module)
+            _serve(module, late=not fresh)
+        except Exception as error:
+            if settings.strict():
+                raise
+            _report(f"{type(error).__name__}: {error}; SGLang goes on without it")
+
+
+def _report(message: str) -> None:
+    if message not in _reported:
+        _reported.add(message)
+        logger.error("%s", message)
+
+
+def _serve(module: ModuleType, late: bool) -> None:
+    from .capabilities import CAPABILITIES
+
+    try:
+        master = settings.boolean(settings.MASTER)
+        for setting in (settings.STRICT, settings.PA, settings.ASM):
+            settings.boolean(setting)
+        settings.check_disabled(tuple(c.name for c in CAPABILITIES))
+    except settings.SettingError as error:
+        if settings.strict():
+            raise
+        _report(str(error))
+        master = error.args[0].partition("=")[0] != settings.MASTER.name
+    if not master:
+        return
+    _summarise()
+    for state in states().values():
+        if module.__name__ in state.capability.targets:
+            _install(state, module, late)
+
+
+def _summarise() -> None:
+    """One line, at the first target: what this process found and will do."""
+    if "" in _reported:
+        return
+    _reported.add("")
+    release = installed.release()
+    words = [
+        f"{name} {state.verdict.verdict}" + ("" if state.enabled else " (off)") for name, state in states().items()
+    ]
+    logger.info("sglang-aiter-ext %s on SGLang %s: %s", __version__, release and release.version, ", ".join(words))
+
+
+def _install(state: State, module: ModuleType, late: bool) -> None:
+    capability = state.capability
+    # A variable that cannot be read must be said when the backend is built, so that wrapper goes in.
+    wanted = state.enabled or (state.error is not None and capability.switch is settings.PA)
+    if not wanted or state.verdict.verdict != APPLY:
+        if state.enabled and state.verdict.verdict == UNSUPPORTED:
+            message = f"{capability.name} could not be applied: {state.verdict.reason}"
+            if settings.strict():
+                raise CouldNotApply(message)
+            if message not in _reported:
+                _reported.add(message)
+                asked_for = capability.switch is not None and not capability.switch.default
+                logger.log(30 if asked_for else 20, "%s", message)
+        return
+    before = dict(vars(module)) if late else {}
+    try:
+        capability.install(module)
+    except NothingToServe as error:
+        state.error = str(error)
+        return
+    except Exception as error:
+        state.error = f"{type(error).__name__}: {error}"
+        message = f"{capability.name} could not be applied to {module.__name__}: {state.error}"
+        if settings.strict():
+            raise CouldNotApply(message) from error
+        _report(message)
+        return
+    _rebind(before, module)
+    state.installed_in.add(module.__name__)
+
+
+def _rebind(before: dict, module: ModuleType) -> None:
+    """Point `from module import name` aliases taken before at what the names are now."""
+    changed = {name: value for name, value in before.items() if vars(module).get(name) is not value}
+    for other in list(sys.modules.values()):
+        if other is not module and getattr(other, "__name__", "").partition(".")[0] == "sglang":
+            for name, value in changed.items():
+                if vars(other).get(name) is value:
+                    setattr(other, name, vars(module)[name])
+
+
+def wrap(module: ModuleType, name: str, wrapper: Callable) -> None:
+    """Wrap `name` or `Class.name` of `module` with `wrapper(wrapped, instance, args, kwargs)`.
+
+    Raises AttributeError where there is no such name, ImportError without a usable wrapt.
+    """
+    import wrapt
+
+    owner: object = module
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    if last not in vars(owner):
+        raise AttributeError(f"{module.__name__} has no {name}")
+    # By position: wrapt 2 renamed the first parameter.
+    wrapt.wrap_function_wrapper(module, name, wrapper)

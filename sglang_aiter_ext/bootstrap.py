@@ -1,0 +1,69 @@
+"""Waits until SGLang imports a target module, then hands over to `activation`.
+
+Runs in every Python process that has the extension on its path, so: standard library
+only, and nothing of it that a bare interpreter has not imported already.
+"""
+
+from __future__ import annotations
+
+import sys
+from _thread import get_ident
+
+ATTENTION = "sglang.srt.layers.attention"
+TARGETS = (f"{ATTENTION}.attention_registry", f"{ATTENTION}.hybrid_linear_attn_backend", f"{ATTENTION}.aiter_backend")
+
+
+class TargetFinder:
+    """A meta path finder that finds nothing itself: it has a target's loader tell us when it is done."""
+
+    def __init__(self):
+        self._asking: set[tuple[int, str]] = set()
+
+    def find_spec(self, name, path=None, target=None):
+        key = (get_ident(), name)
+        if name not in TARGETS or key in self._asking:
+            return None
+        self._asking.add(key)
+        try:
+            for finder in sys.meta_path:
+                find = getattr(finder, "find_spec", None)
+                if finder is not self and find is not None and (spec := find(name, path, target)) is not None:
+                    _tell_when_executed(spec)
+                    return spec
+        finally:
+            self._asking.discard(key)
+        return None
+
+
+def _tell_when_executed(spec) -> None:
+    loader = spec.loader
+    execute = getattr(loader, "exec_module", None)
+    if execute is None:
+        return
+
+    def exec_module(module):
+        # The loader is the module's own from here on: leave no trace on it.
+        loader.__dict__.pop("exec_module", None)
+        execute(module)
+        from . import activation
+
+        activation.on_import(module, fresh=True)
+
+    loader.exec_module = exec_module
+
+
+def install() -> None:
+    """Put the finder first on sys.meta_path, once, and serve targets that are imported already."""
+    import os
+
+    if os.environ.get("SGLANG_AITER_EXT", "").strip().lower() in ("0", "false", "no", "off"):
+        return
+    if not any(type(finder).__name__ == "TargetFinder" and type(finder).__module__ == __name__ for finder in sys.meta_path):
+        sys.meta_path.insert(0, TargetFinder())
+    imported = [name for name in TARGETS if sys.modules.get(name) is not None]
+    if imported:
+        from . import activation
+
+        for name in imported:
+            __import__(name)  # waits for a thread that is still executing it
+            activation.on_import(sys.modules[name], fresh=False)

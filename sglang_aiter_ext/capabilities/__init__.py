@@ -1,0 +1,7 @@
+"""The capabilities, in the order they are applied and shown."""
+
+from .asm_context_prefill import CAPABILITY as ASM_CONTEXT_PREFILL
+from .decode_pa import CAPABILITY as DECODE_PA
+from .v_head_dim import CAPABILITY as V_HEAD_DIM
+
+CAPABILITIES = (DECODE_PA, V_HEAD_DIM, ASM_CONTEXT_PREFILL)

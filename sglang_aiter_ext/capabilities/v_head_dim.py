@@ -1,0 +1,75 @@
+"""v_head_dim: the AITER backend can be built for a model whose layer 0 is not full attention.
+
+Releases up to 0.5.9 ask the pool for the value buffer of layer 0. A hybrid pool holds only
+full-attention layers and raises. It can be asked for its `v_head_dim` instead.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from .. import activation
+from ..bootstrap import ATTENTION
+from ..capability import APPLY, UPSTREAM, Capability, Needs, Unsupported, Verdict
+from ..counting import count
+from ..installed import Release, calls, mentions
+
+NAME = "v_head_dim"
+BACKEND = "srt.layers.attention.aiter_backend"
+
+
+def probe(release: Release) -> Verdict:
+    init = release.source(BACKEND).function("AiterAttnBackend.__init__")
+    if mentions(init, "get_v_head_dim"):
+        return Verdict(UPSTREAM, "AiterAttnBackend.__init__ asks the pool for get_v_head_dim itself")
+    reads = calls(init, "get_value_buffer")
+    if len(reads) != 1 or [getattr(a, "value", None) for a in reads[0].args] != [0]:
+        raise Unsupported("AiterAttnBackend.__init__ neither asks for get_v_head_dim nor reads get_value_buffer(0)")
+    return Verdict(APPLY, "AiterAttnBackend.__init__ reads the value buffer of layer 0, which a hybrid pool may not have")
+
+
+def wrapper(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+    """Around `AiterAttnBackend.__init__`; shows it layer 0 of a pool that has none."""
+    runner = args[0] if args else kwargs.get("model_runner")
+    pool = getattr(runner, "token_to_kv_pool", None)
+    if not hasattr(pool, "get_v_head_dim"):
+        return wrapped(*args, **kwargs)
+    original = pool.get_value_buffer
+
+    def get_value_buffer(layer_id: int) -> Any:
+        try:
+            return original(layer_id)
+        except ValueError:
+            if layer_id != 0:
+                raise
+        import torch
+
+        count(NAME, "asked_pool")
+        return torch.empty((0, pool.get_v_head_dim()), device="meta")
+
+    pool.get_value_buffer = get_value_buffer
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        # The class's own method shows again.
+        del pool.get_value_buffer
+
+
+def install(module: ModuleType) -> None:
+    activation.wrap(module, "AiterAttnBackend.__init__", wrapper)
+
+
+CAPABILITY = Capability(
+    name=NAME,
+    summary="build the AITER backend for a hybrid model whose layer 0 is a linear layer",
+    why="`get_value_buffer(0)` raises on a hybrid pool when layer 0 is a linear layer",
+    wraps=("AiterAttnBackend.__init__",),
+    upstream=("https://github.com/sgl-project/sglang/pull/18355",),
+    until="0.5.10",
+    switch=None,
+    targets=(f"{ATTENTION}.aiter_backend",),
+    needs=(Needs(BACKEND, "AiterAttnBackend.__init__", ("model_runner",)),),
+    probe=probe,
+    install=install,
+)

@@ -1,0 +1,95 @@
+"""What a capability is: a probe of the installed release, wrappers, and a switch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import ModuleType
+
+from .installed import Release, parameters
+from .settings import Setting
+
+APPLY, UPSTREAM, NOT_APPLICABLE, UNSUPPORTED = "apply", "upstream", "not_applicable", "unsupported"
+
+
+class Verdict(tuple):
+    """(verdict, reason): one of the four words above, and a reason a person can act on."""
+
+    def __new__(cls, verdict: str, reason: str):
+        return super().__new__(cls, (verdict, reason))
+
+    @property
+    def verdict(self) -> str:
+        return self[0]
+
+    @property
+    def reason(self) -> str:
+        return self[1]
+
+
+class Unsupported(Exception):
+    """Raised by a probe: something it relies on is gone or different."""
+
+
+class NothingToServe(Exception):
+    """Raised by `install`: what the capability would serve cannot run in this process, and nobody need hear of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """A function of the release that a capability relies on, and the parameters it must have.
+
+    `module` is dotted, without `sglang.`; `function` is `name` or `Class.name`.
+    """
+
+    module: str
+    function: str
+    parameters: tuple[str, ...] = ()
+
+    def check(self, release: Release) -> None:
+        """Raises Unsupported, naming what is missing."""
+        source = release.source(self.module)
+        if source is None:
+            raise Unsupported(f"the release has no module sglang.{self.module}")
+        function = source.function(self.function)
+        if function is None:
+            raise Unsupported(f"sglang.{self.module} has no {self.function}")
+        have = parameters(function)
+        for name in self.parameters:
+            if name not in have:
+                raise Unsupported(f"{self.function} in sglang.{self.module} has no parameter {name} (it has {', '.join(have)})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Capability:
+    """One fast path or fix, with everything that is known about it.
+
+    `probe` reads the release and returns a Verdict, or raises Unsupported. `install` wraps
+    what lies in one of the `targets` modules, which has just been imported, and is called
+    once for each of them; it raises where it cannot. `wraps` says what that is.
+    """
+
+    name: str
+    summary: str
+    why: str
+    wraps: tuple[str, ...]
+    upstream: tuple[str, ...]
+    until: str
+    switch: Setting | None
+    targets: tuple[str, ...]
+    needs: tuple[Needs, ...]
+    probe: Callable[[Release], Verdict]
+    install: Callable[[ModuleType], None]
+
+    def verdict(self, release: Release | None) -> Verdict:
+        """What the release that is installed needs of this capability."""
+        if release is None:
+            return Verdict(NOT_APPLICABLE, "no SGLang is installed for this Python")
+        try:
+            for need in self.needs:
+                need.check(release)
+            return self.probe(release)
+        except Unsupported as error:
+            return Verdict(UNSUPPORTED, str(error))
+        except (OSError, SyntaxError, ValueError) as error:
+            return Verdict(UNSUPPORTED, f"the source of the release cannot be read: {error}")

@@ -1,0 +1,33 @@
+"""Counts of what ran, and log lines that appear once."""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger("sglang_aiter_ext")
+
+_counts: dict[tuple[str, str, str], int] = {}
+_logged: set[tuple[str, str]] = set()
+
+
+def count(capability: str, outcome: str, reason: str = "") -> None:
+    key = (capability, outcome, reason)
+    _counts[key] = _counts.get(key, 0) + 1
+
+
+def log_once(capability: str, reason: str, message: str, *args: object, level: int = logging.WARNING) -> None:
+    """Log `message` the first time this process sees (capability, reason)."""
+    if not logged(capability, reason):
+        _logged.add((capability, reason))
+        logger.log(level, "%s: " + message, capability, *args)
+
+
+def logged(capability: str, reason: str) -> bool:
+    return (capability, reason) in _logged
+
+
+def snapshot() -> dict[str, dict[str, int]]:
+    result: dict[str, dict[str, int]] = {}
+    for (capability, outcome, reason), number in list(_counts.items()):
+        result.setdefault(capability, {})[f"{outcome}/{reason}" if reason else outcome] = number
+    return result

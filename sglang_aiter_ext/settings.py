@@ -1,0 +1,80 @@
+"""Every environment variable, its default, and what it accepts."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+TRUE = ("1", "true", "yes", "on")
+FALSE = ("0", "false", "no", "off")
+ACCEPTED = f"{'/'.join(TRUE)} or {'/'.join(FALSE)}, in any case"
+
+
+class Setting(NamedTuple):
+    name: str
+    default: bool | None
+    meaning: str
+
+
+MASTER = Setting("SGLANG_AITER_EXT", True, "the whole extension; off wraps nothing and imports nothing")
+PA = Setting("SGLANG_USE_AITER_PA", False, "`decode_pa`: full-attention layers of hybrid models decode through AITER paged attention")
+ASM = Setting("SGLANG_AITER_ASM_CONTEXT_PREFILL", True, "`asm_context_prefill`: chunked prefill gathers the paged fp8 K/V and calls the gfx950 ASM kernel")
+STRICT = Setting("SGLANG_AITER_EXT_STRICT", False, "every \"could not apply\" becomes an error instead of a log line")
+DISABLE = Setting("SGLANG_AITER_EXT_DISABLE", None, "comma-separated names of capabilities to leave off")
+SETTINGS = (MASTER, PA, ASM, STRICT, DISABLE)
+
+
+class SettingError(ValueError):
+    """A variable holds something this package does not accept."""
+
+
+def boolean(setting: Setting) -> bool:
+    """The value of a boolean variable; unset and empty mean its default.
+
+    Raises SettingError, naming the variable, the value and what is accepted.
+    """
+    raw = os.environ.get(setting.name, "")
+    value = raw.strip().lower()
+    if value in TRUE:
+        return True
+    if value in FALSE:
+        return False
+    if not value:
+        return bool(setting.default)
+    raise SettingError(f"{setting.name}={raw!r} is not accepted: use {ACCEPTED}")
+
+
+def strict() -> bool:
+    """Whether SGLANG_AITER_EXT_STRICT is on; a value that cannot be read counts as off."""
+    try:
+        return boolean(STRICT)
+    except SettingError:
+        return False
+
+
+def disabled(known: tuple[str, ...]) -> frozenset[str]:
+    """The capabilities named in SGLANG_AITER_EXT_DISABLE that are known."""
+    return frozenset(_named()) & frozenset(known)
+
+
+def check_disabled(known: tuple[str, ...]) -> None:
+    """Raises SettingError when SGLANG_AITER_EXT_DISABLE names something unknown."""
+    unknown = [name for name in _named() if name not in known]
+    if unknown:
+        raise SettingError(
+            f"{DISABLE.name}={os.environ[DISABLE.name]!r} is not accepted: {', '.join(unknown)} is not a capability;"
+            f" use any of {', '.join(known)}, separated by commas"
+        )
+
+
+def _named() -> list[str]:
+    return [name for part in os.environ.get(DISABLE.name, "").split(",") if (name := part.strip().lower())]
+
+
+def table() -> str:
+    """The Markdown table of README.md."""
+    rows = ["| variable | default | what it switches |", "| --- | --- | --- |"]
+    for setting in SETTINGS:
+        default = {True: "on", False: "off", None: "none"}[setting.default]
+        rows.append(f"| `{setting.name}` | {default} | {setting.meaning} |")
+    return "\n".join(rows)

@@ -1,0 +1,61 @@
+"""Imported by `site` at interpreter start, from the PYTHONPATH entry this package lies in.
+
+Hands over to `sglang_aiter_ext.bootstrap` unless SGLANG_AITER_EXT says off, then runs the
+sitecustomize it shadows, module or package, once; `import sitecustomize` gives that one.
+Standard library only, prints nothing, and no exception of ours leaves it.
+"""
+
+
+def _hand_over():
+    import os
+
+    if os.environ.get("SGLANG_AITER_EXT", "").strip().lower() in ("0", "false", "no", "off"):
+        return
+    try:
+        from sglang_aiter_ext import bootstrap
+
+        bootstrap.install()
+    except Exception:
+        # A broken installation of ours may not stop Python, and there is no log yet.
+        pass
+
+
+def _shadowed():
+    """The spec of the next sitecustomize on sys.path that has not run yet, or None."""
+    import os
+    import sys
+
+    finder = next((f for f in sys.meta_path if getattr(f, "__name__", "") == "PathFinder"), None)
+    if finder is None:
+        return None
+    here = os.path.realpath(os.path.dirname(os.path.dirname(__file__)))
+    entries = [os.path.realpath(entry or os.getcwd()) for entry in sys.path]
+    later = sys.path[entries.index(here) + 1 :] if here in entries else sys.path
+    # Another one that chains may reach us a second time: what ran once is passed over.
+    ran = sys.__dict__.setdefault("_sglang_aiter_ext_chained", {here})
+    for entry in later:
+        place = os.path.realpath(entry or os.getcwd())
+        if place not in ran and (spec := finder.find_spec("sitecustomize", [entry])) and spec.loader:
+            ran.add(place)
+            return spec
+    return None
+
+
+def _run_shadowed():
+    import sys
+
+    try:
+        spec = _shadowed()
+    except Exception:
+        return
+    if spec is not None:
+        from _frozen_importlib import module_from_spec
+
+        module = module_from_spec(spec)
+        sys.modules[spec.name] = module
+        # What it raises is its own, and site reports it as it always did.
+        spec.loader.exec_module(module)
+
+
+_hand_over()
+_run_shadowed()

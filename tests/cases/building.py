@@ -1,0 +1,186 @@
+"""Building the backends: layer 0 that is linear, AITER that is missing, variables that cannot be read."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import tempfile
+
+from recording import Logs, Trace, forget, harness
+
+LOGS = Logs()
+
+
+def v_head_dim() -> dict:
+    """The AITER backend of a model whose layer 0 is linear, and of a pool without get_v_head_dim."""
+    out = {}
+    try:
+        stack = harness.Stack(backend="aiter", fp8=False)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    pool = stack.token_to_kv_pool
+    out["v_head_dim"] = stack.backend.full_attn_backend.v_head_dim
+    out["left_on_the_pool"] = "get_value_buffer" in vars(pool)
+    try:
+        pool.get_value_buffer(0)
+        out["layer_0"] = "answered"
+    except ValueError:
+        out["layer_0"] = "ValueError"
+    stack.grow({1: 20, 2: 33})
+    with Trace() as trace:
+        result = stack.decode([1, 2])
+    out.update(kernels=trace.kernels, error=result.error())
+    return out
+
+
+def plain_pool() -> dict:
+    """A dense model's pool, whose class has no get_v_head_dim: nothing stands in for anything."""
+    stack = harness.Stack(backend="aiter", fp8=False, build=False)
+    pool = stack.token_to_kv_pool.full_kv_pool
+    seen = []
+    original = pool.get_value_buffer
+    pool.get_value_buffer = lambda layer_id: seen.append(layer_id) or original(layer_id)
+    mine = pool.get_value_buffer
+    stack.runner.token_to_kv_pool = pool
+    from sglang.srt.layers.attention.aiter_backend import AiterAttnBackend
+
+    backend = AiterAttnBackend(stack.runner)
+    return {"has": hasattr(type(pool), "get_v_head_dim"), "asked": seen, "same": pool.get_value_buffer is mine,
+            "v_head_dim": backend.v_head_dim}  # fmt: skip
+
+
+KINDS = {
+    "raises": "raise RuntimeError('No HIP GPUs are available')",
+    "os_error": "raise OSError('libamdhip64.so.6: cannot open shared object file')",
+    "namespace": None,
+    "symbol_missing": "def mha_batch_prefill_func(): pass",
+    "other_parameters": "def paged_attention_ragged(out, query, workspace): pass",
+}
+
+
+def _replace_aiter(folder: str | None) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
+        del sys.modules[name]
+    sys.path[:] = [entry for entry in sys.path if not entry.endswith("reference") and "no-aiter" not in entry]
+    if folder is not None:
+        sys.path.insert(0, folder)
+
+
+def without_aiter() -> dict:
+    """Each way for AITER to be unusable: the error of the build, and all that was logged."""
+    out = {}
+    for kind in ("absent", *KINDS):
+        folder = None
+        if kind != "absent":
+            folder = tempfile.mkdtemp(prefix="no-aiter-")
+            package = pathlib.Path(folder, "aiter")
+            package.mkdir()
+            if KINDS[kind] is not None:
+                package.joinpath("__init__.py").write_text(KINDS[kind] + "\n")
+        _replace_aiter(folder)
+        forget()
+        LOGS.take()
+        try:
+            stack = harness.Stack(backend="triton")
+            out[kind] = {"built": type(stack.backend.full_attn_backend).__name__}
+        except Exception as error:
+            out[kind] = {"error": f"{type(error).__name__}: {error}"}
+        out[kind]["logs"] = LOGS.take()
+    return out
+
+
+def wrong_gpu() -> dict:
+    """A ROCm GPU that is not CDNA."""
+    import types
+
+    import torch
+
+    torch.version.hip = "6.4"
+    out = {}
+    for arch in ("gfx1100:sramecc-", "gfx942:sramecc+:xnack-"):
+        torch.cuda.current_device = lambda: 0
+        torch.cuda.get_device_properties = lambda device, arch=arch: types.SimpleNamespace(gcnArchName=arch)
+        from sglang_aiter_ext.capabilities import decode_pa
+
+        try:
+            decode_pa.check_aiter()
+            out[arch] = "usable"
+        except Exception as error:
+            out[arch] = f"{type(error).__name__}: {error}"
+    return out
+
+
+def states() -> dict:
+    """What the variables of this process make of the capabilities, at import and at build."""
+    out = {}
+    try:
+        import sglang.srt.layers.attention.aiter_backend as aiter_backend
+        import sglang.srt.layers.attention.attention_registry as registry
+
+        import sglang.srt.layers.attention.hybrid_linear_attn_backend as hybrid
+    except Exception as error:
+        return {"import_error": f"{type(error).__name__}: {error}", "logs": LOGS.take()}
+    out["wrapped"] = {
+        "attn_backend_wrapper": hasattr(registry.attn_backend_wrapper, "__wrapped__"),
+        "forward_decode": hasattr(hybrid.HybridLinearAttnBackend.__dict__["forward_decode"], "__wrapped__"),
+        "forward_extend": hasattr(aiter_backend.AiterAttnBackend.__dict__["forward_extend"], "__wrapped__"),
+    }
+    out["imported"] = sorted(name for name in sys.modules if name.partition(".")[0] in ("sglang_aiter_ext", "wrapt"))
+    out["logs"] = LOGS.take()
+    try:
+        out["built"] = type(harness.Stack(backend="triton").backend.full_attn_backend).__name__
+    except Exception as error:
+        out["build_error"] = f"{type(error).__name__}: {error}"
+    if "sglang_aiter_ext" in sys.modules:
+        import sglang_aiter_ext
+
+        out["status"] = {s["name"]: [s["enabled"], s["state"]] for s in sglang_aiter_ext.status()}
+    return out
+
+
+def late() -> dict:
+    """activate() after SGLang was imported: aliases taken before point at the wrapped function, once."""
+    import sglang.srt.layers.attention.aiter_backend as aiter_backend
+    import sglang.srt.layers.attention.attention_registry as registry
+    import sglang.srt.layers.attention.hybrid_linear_attn_backend  # noqa: F401
+
+    try:
+        import sglang.srt.model_executor.model_runner_components.attention_backend_setup as user
+    except ImportError:
+        import sglang.srt.model_executor.model_runner as user
+    before = user.attn_backend_wrapper
+    sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))
+    import sglang_aiter_ext
+
+    for _ in range(3):
+        sglang_aiter_ext.activate()
+    layers = 0
+    function = registry.attn_backend_wrapper
+    while hasattr(function, "__wrapped__"):
+        function, layers = function.__wrapped__, layers + 1
+    stack = harness.Stack(backend="triton")
+    stack.grow({1: 9})
+    with Trace() as trace:
+        stack.decode([1])
+    return {
+        "original": before is function, "layers": layers, "alias": user.attn_backend_wrapper is registry.attn_backend_wrapper,
+        "built": type(stack.backend.full_attn_backend).__name__, "kernels": trace.kernels,
+        "extend_layers": hasattr(aiter_backend.AiterAttnBackend.__dict__["forward_extend"].__wrapped__, "__wrapped__"),
+    }  # fmt: skip
+
+
+def spawned() -> dict:
+    """A process that multiprocessing spawned, as SGLang starts its scheduler."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(_in_spawned)
+
+
+def _in_spawned() -> dict:
+    out = {"before": sorted(n for n in sys.modules if n.startswith("wrapt"))}
+    import sglang.srt.layers.attention.attention_registry as registry
+
+    out["wrapped"] = hasattr(registry.attn_backend_wrapper, "__wrapped__")
+    return out

@@ -1,0 +1,66 @@
+"""Runs one case in this process and prints its result as the last line: `child.py module:function`.
+
+Started by `launch`, as a user starts a server: the extension is on PYTHONPATH, or it is not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import environment
+
+TESTS = pathlib.Path(__file__).resolve().parent
+MARK = "RESULT "
+
+
+@dataclasses.dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+    result: object = None
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    """This process's environment without anything of SGLang's or ours."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG") and k != "PYTHONPATH"}
+    return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", **extra}
+
+
+@functools.cache
+def launch(release: str, case: str, *, extension=True, aiter="reference", env=(), timeout=900) -> Done:
+    """`case` in a process of its own on SGLang `release`; the result is kept for further tests.
+
+    `aiter` is `reference`, None for a path without AITER, or a folder. Fails with what the
+    process printed when it does not end well.
+    """
+    path = [str(environment.ROOT)] if extension else []
+    path.append(str(environment.place("sglang", release)))
+    if aiter is not None:
+        path.append(str(TESTS / "reference") if aiter == "reference" else str(aiter))
+    variables = clean_environment(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(path), **dict(env))
+    command = [sys.executable, str(TESTS / "child.py"), case]
+    ran = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout, cwd="/")
+    done = Done(ran.returncode, ran.stdout, ran.stderr)
+    lines = [line for line in ran.stdout.splitlines() if line.startswith(MARK)]
+    if ran.returncode == 0 and lines:
+        done.result = json.loads(lines[-1][len(MARK) :])
+        return done
+    raise AssertionError(f"{case} on {release} ended with {ran.returncode}\n{ran.stdout[-2000:]}\n{ran.stderr[-6000:]}")
+
+
+def main() -> None:
+    module, _, function = sys.argv[1].partition(":")
+    sys.path.insert(0, str(TESTS / "cases"))
+    result = getattr(__import__(module), function)()
+    print(MARK + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""One tolerance for the whole suite, and where it comes from."""
+
+import pathlib
+import sys
+
+import pytest
+
+TESTS = pathlib.Path(__file__).resolve().parent
+for path in (TESTS.parent, TESTS):
+    if str(path) not in sys.path:
+        sys.path.insert(0, str(path))
+
+#: Against float32 attention over the same fp8 queries and cached K/V only the rounding of the
+#: bf16 output is left: half a unit in the last place (8 significant bits) of the largest value.
+EXACT = 2.0**-8
+#: Against queries that were not rounded to e4m3 (relative error up to 2**-4 each): the weighted
+#: mean of many keys keeps less than that, relative to the largest value of the result.
+FP8 = 2.0**-4
+
+
+@pytest.fixture
+def exact():
+    return EXACT
+
+
+@pytest.fixture
+def fp8():
+    return FP8

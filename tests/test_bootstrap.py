@@ -1,0 +1,165 @@
+"""Interpreter start: what is imported, what is printed, and the sitecustomize that is shadowed."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import child
+import environment
+import pytest
+
+ROOT = environment.ROOT
+
+
+def python(*arguments, path=(), code=None, **env):
+    """A bare interpreter with `path` on PYTHONPATH, after the checkout."""
+    entries = os.pathsep.join([str(ROOT), *map(str, path)])
+    variables = child.clean_environment(**{"PYTHONPATH": entries, **env})
+    command = [sys.executable, *arguments] + (["-c", textwrap.dedent(code)] if code else [])
+    return subprocess.run(command, env=variables, capture_output=True, text=True, cwd="/")
+
+
+MODULES = "import sys, json; print(json.dumps(sorted(sys.modules)))"
+
+
+def modules(**env):
+    done = python(code=MODULES, **env)
+    assert (done.returncode, done.stderr) == (0, "")
+    return set(json.loads(done.stdout))
+
+
+def test_start_up_prints_nothing_and_imports_three_modules_of_ours():
+    bare = modules(PYTHONPATH="")
+    assert modules() - bare == {"sitecustomize", "sglang_aiter_ext", "sglang_aiter_ext.bootstrap", "__future__", "_thread"} - bare
+
+
+def test_switched_off_nothing_of_ours_is_imported():
+    for value in ("0", "False", "NO", " off "):
+        assert modules(SGLANG_AITER_EXT=value) - modules(PYTHONPATH="") == {"sitecustomize"}, value
+
+
+@pytest.mark.parametrize("value", ["1", "TRUE", "Yes", "on", "", "banana"])
+def test_every_other_value_starts_as_quietly(value):
+    done = python(code="pass", SGLANG_AITER_EXT=value)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def other(folder: pathlib.Path, form: str, body: str = "") -> pathlib.Path:
+    """A sitecustomize of somebody else's, as a module or a package, that appends to a list."""
+    folder.mkdir()
+    body = f"import sys; sys.__dict__.setdefault('ran', []).append({folder.name!r})\n{body}"
+    if form == "module":
+        (folder / "sitecustomize.py").write_text(body)
+    else:
+        (folder / "sitecustomize").mkdir()
+        (folder / "sitecustomize" / "__init__.py").write_text(body)
+    return folder
+
+
+SHOW = """
+    import sys, json, sitecustomize
+    ours = any(type(f).__name__ == 'TargetFinder' for f in sys.meta_path)
+    print(json.dumps([getattr(sys, 'ran', []), sitecustomize.__file__, sitecustomize.__name__, ours]))
+"""
+
+
+@pytest.mark.parametrize("form", ["module", "package"])
+@pytest.mark.parametrize("env", [{}, {"SGLANG_AITER_EXT": "0"}])
+def test_the_shadowed_sitecustomize_runs_once_and_is_the_one_that_imports(tmp_path, form, env):
+    folder = other(tmp_path / "theirs", form)
+    done = python(code=SHOW, path=[folder], **env)
+    assert done.stderr == ""
+    ran, file, name, ours = json.loads(done.stdout)
+    assert ran == ["theirs"]
+    assert file.startswith(str(folder)) and name == "sitecustomize"
+    assert ours is not bool(env)
+
+
+def test_without_another_one_ours_is_what_imports():
+    ran, file, _, ours = json.loads(python(code=SHOW).stdout)
+    assert (ran, ours) == ([], True)
+    assert file == str(ROOT / "sitecustomize" / "__init__.py")
+
+
+def test_only_the_next_one_runs_as_without_us(tmp_path):
+    first, second = other(tmp_path / "first", "module"), other(tmp_path / "second", "module")
+    assert json.loads(python(code=SHOW, path=[first, second]).stdout)[0] == ["first"]
+
+
+#: A sitecustomize that itself runs the next one, the way some monitoring agents do.
+CHAINING = """
+import importlib.machinery, importlib.util, os
+here = os.path.dirname(__file__)
+spec = importlib.machinery.PathFinder.find_spec('sitecustomize', [p for p in sys.path if p != here])
+if spec:
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+"""
+
+
+def test_one_that_chains_back_to_us_ends_with_each_having_run_once(tmp_path):
+    agent = other(tmp_path / "agent", "module", CHAINING)
+    last = other(tmp_path / "last", "package")
+    done = python(code=SHOW, path=[agent, last])
+    ran, _, _, ours = json.loads(done.stdout)
+    assert (sorted(ran), ours, done.stderr) == (["agent", "last"], True, "")
+    entries = os.pathsep.join(map(str, [agent, ROOT, last]))
+    done = python(code=SHOW, PYTHONPATH=entries)
+    ran, _, _, ours = json.loads(done.stdout)
+    assert (ran, ours, done.stderr) == (["agent", "last"], True, "")
+
+
+def test_an_error_in_the_shadowed_one_is_reported_as_without_us(tmp_path):
+    folder = other(tmp_path / "theirs", "module", "raise ValueError('theirs')")
+    ours = python(code="print('goes on')", path=[folder])
+    plain = python(code="print('goes on')", PYTHONPATH=str(folder))
+    assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
+    assert "ValueError: theirs" in ours.stderr
+
+
+def test_the_checkout_on_the_path_shadows_nothing(tmp_path):
+    for name in ("tests", "bench"):
+        package = tmp_path / name
+        package.mkdir()
+        (package / "__init__.py").write_text("mine = True")
+    done = python(code="import tests, bench; print(tests.mine, bench.mine)", path=[tmp_path])
+    assert done.stdout == "True True\n", done.stderr
+
+
+def test_a_package_that_cannot_be_imported_does_not_stop_python(tmp_path):
+    (tmp_path / "sitecustomize").mkdir()
+    source = (ROOT / "sitecustomize" / "__init__.py").read_text()
+    (tmp_path / "sitecustomize" / "__init__.py").write_text(source)
+    (tmp_path / "sglang_aiter_ext").mkdir()
+    for body in ("syntax error", "raise RuntimeError", None):
+        file = tmp_path / "sglang_aiter_ext" / "__init__.py"
+        file.unlink(missing_ok=True)
+        if body:
+            file.write_text(body)
+        done = python(code="print(1)", PYTHONPATH=str(tmp_path))
+        assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", ""), body
+
+
+def test_run_activates_a_command_and_is_that_command():
+    run = [sys.executable, "-m", "sglang_aiter_ext", "run", "--"]
+    env = child.clean_environment()
+    code = "import sys, os, json; print(json.dumps([sys.argv, os.getpid(), any(type(f).__name__ == 'TargetFinder' for f in sys.meta_path), os.environ['PYTHONPATH']])); sys.exit(7)"
+    inner = [sys.executable, "-c", code, "--flag", "a b"]
+    for command in (run + inner, run + run + inner):
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        out, _ = process.communicate()
+        argv, pid, active, path = json.loads(out)
+        assert (argv, active, process.returncode) == (["-c", "--flag", "a b"], True, 7)
+        assert pid == process.pid
+        assert path.split(os.pathsep) == [str(ROOT)]
+
+
+def test_run_says_what_it_cannot_start():
+    run = [sys.executable, "-m", "sglang_aiter_ext", "run"]
+    done = subprocess.run([*run, "--", "/no/such"], env=child.clean_environment(), capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (127, "sglang-aiter-ext run: /no/such: No such file or directory\n")
+    done = subprocess.run(run, env=child.clean_environment(), capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "run needs a command" in done.stderr

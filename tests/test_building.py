@@ -1,0 +1,134 @@
+"""Building backends: v_head_dim, AITER that is missing, every switch, and each activation route."""
+
+import pytest
+from child import launch
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("building")]
+PA = ("SGLANG_USE_AITER_PA", "1")
+RELEASES = ["0.5.12.post1", "0.5.18"]
+
+
+def test_v_head_dim_needs_the_extension_on_0_5_9_and_decodes_exactly_with_it(exact):
+    plain = launch("0.5.9", "building:v_head_dim", extension=False).result
+    assert plain["error"].startswith("ValueError: layer_id=0 not in full attention layers")
+    ours = launch("0.5.9", "building:v_head_dim").result
+    assert ours["v_head_dim"] == 256
+    assert ours["kernels"] == ["paged_attention_ragged"] and ours["error"] <= exact
+    assert not ours["left_on_the_pool"] and ours["layer_0"] == "ValueError"
+
+
+def test_a_pool_without_get_v_head_dim_is_untouched():
+    out = launch("0.5.9", "building:plain_pool").result
+    assert out == {"has": False, "asked": [0], "same": True, "v_head_dim": 256}
+
+
+#: Kind of unusable AITER -> what the error must say.
+UNUSABLE = {
+    "absent": "import aiter fails: ModuleNotFoundError: No module named 'aiter'",
+    "raises": "import aiter fails: RuntimeError: No HIP GPUs are available",
+    "os_error": "import aiter fails: OSError: libamdhip64.so.6",
+    "namespace": "is an empty namespace package, not AITER",
+    "symbol_missing": "lacks paged_attention_ragged",
+    "other_parameters": "has parameter 1 'query' where 'workspace_buffer' is expected",
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+@pytest.mark.parametrize("release", RELEASES)
+def test_unusable_aiter_is_a_clear_error_when_the_backend_is_built(release, kind):
+    out = launch(release, "building:without_aiter", env=(PA,)).result[kind]
+    assert out["error"].startswith("DecodeError: SGLANG_USE_AITER_PA=1 needs AITER's paged_attention_ragged")
+    assert UNUSABLE[kind] in out["error"]
+    assert "SGLANG_USE_AITER_PA=0" in out["error"]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_without_the_variable_unusable_aiter_is_not_worth_a_word(release):
+    out = launch(release, "building:without_aiter").result
+    for kind in UNUSABLE:
+        assert out[kind]["built"] == "TritonAttnBackend"
+        assert [line for line in out[kind]["logs"] if line[0] != "INFO"] == []
+
+
+def test_only_cdna_gpus_have_the_kernel():
+    out = launch("0.5.18", "building:wrong_gpu", env=(PA,)).result
+    assert "the GPU is gfx1100, and the kernel runs on CDNA (gfx9) only" in out["gfx1100:sramecc-"]
+    assert out["gfx942:sramecc+:xnack-"] == "usable"
+
+
+def states(*env):
+    return launch("0.5.18", "building:states", env=env).result
+
+
+ALL = {"attn_backend_wrapper": True, "forward_decode": True, "forward_extend": True}
+
+
+def test_by_default_prefill_is_served_and_decode_is_not():
+    out = states()
+    assert out["wrapped"] == {**ALL, "attn_backend_wrapper": False, "forward_decode": False}
+    assert out["built"] == "TritonAttnBackend"
+    assert out["status"] == {"decode_pa": [False, "off"], "v_head_dim": [True, "off"], "asm_context_prefill": [True, "active"]}
+    assert [level for level, _ in out["logs"]] == ["INFO"]
+
+
+def test_the_variable_turns_decode_on():
+    out = states(PA)
+    assert out["wrapped"] == ALL
+    assert out["built"] == "AiterDecodeRouter"
+    assert out["status"]["decode_pa"] == [True, "active"]
+
+
+def test_the_master_switch_turns_everything_off():
+    out = states(PA, ("SGLANG_AITER_EXT", "0"))
+    assert not any(out["wrapped"].values())
+    assert (out["built"], out["logs"]) == ("TritonAttnBackend", [])
+    assert out["imported"] == [] or not any("sglang_aiter_ext" in name for name in out["imported"])
+
+
+def test_the_asm_switch_and_the_disable_list_turn_single_capabilities_off():
+    for env in (("SGLANG_AITER_ASM_CONTEXT_PREFILL", "No"), ("SGLANG_AITER_EXT_DISABLE", " asm_context_prefill ,v_head_dim")):
+        out = states(PA, env)
+        assert out["wrapped"] == {**ALL, "forward_extend": False}, env
+        assert out["status"]["asm_context_prefill"] == [False, "off"]
+        assert out["built"] == "AiterDecodeRouter"
+
+
+def test_a_master_switch_that_cannot_be_read_counts_as_off_and_says_so_once():
+    out = states(PA, ("SGLANG_AITER_EXT", "banana"))
+    assert not any(out["wrapped"].values())
+    assert out["built"] == "TritonAttnBackend"
+    assert out["logs"] == [["ERROR", "SGLANG_AITER_EXT='banana' is not accepted: use 1/true/yes/on or 0/false/no/off, in any case"]]
+
+
+def test_a_decode_switch_that_cannot_be_read_is_logged_and_raised_when_the_backend_is_built():
+    out = states(("SGLANG_USE_AITER_PA", "2"))
+    message = "SGLANG_USE_AITER_PA='2' is not accepted: use 1/true/yes/on or 0/false/no/off, in any case"
+    assert [line for level, line in out["logs"] if level == "ERROR"] == [message]
+    assert out["build_error"] == f"SettingError: {message}"
+
+
+def test_other_values_that_cannot_be_read_are_logged_and_leave_their_capability_off():
+    out = states(("SGLANG_AITER_ASM_CONTEXT_PREFILL", "perhaps"))
+    assert ["ERROR", "SGLANG_AITER_ASM_CONTEXT_PREFILL='perhaps' is not accepted: use 1/true/yes/on or 0/false/no/off, in any case"] in out["logs"]
+    assert not out["wrapped"]["forward_extend"]
+    out = states(("SGLANG_AITER_EXT_DISABLE", "v_head_dim,asm"))
+    (line,) = [line for level, line in out["logs"] if level == "ERROR"]
+    assert line.startswith("SGLANG_AITER_EXT_DISABLE='v_head_dim,asm' is not accepted: asm is not a capability; use any of decode_pa, ")
+
+
+def test_strict_raises_what_is_otherwise_logged():
+    out = states(("SGLANG_AITER_EXT_STRICT", "1"), ("SGLANG_AITER_ASM_CONTEXT_PREFILL", "perhaps"))
+    assert out["import_error"].startswith("SettingError: SGLANG_AITER_ASM_CONTEXT_PREFILL='perhaps'")
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_late_activation_rebinds_aliases_and_wraps_once(release):
+    out = launch(release, "building:late", extension=False, env=(PA,)).result
+    assert out == {
+        "original": True, "layers": 1, "alias": True, "built": "AiterDecodeRouter", "kernels": ["paged_attention_ragged"],
+        "extend_layers": False,
+    }  # fmt: skip
+
+
+def test_a_spawned_process_activates_itself():
+    assert launch("0.5.18", "building:spawned", env=(PA,)).result == {"before": [], "wrapped": True}

@@ -9,7 +9,8 @@ demo:
 test: environment
 	$(RUN) -m pytest -n 2 --dist loadgroup tests
 
-test-quick: environment
+test-quick:
+	$(PYTHON) tests/environment.py --quick
 	$(RUN) -m pytest -n 2 --dist loadgroup -m "not slow" tests
 
 environment:

@@ -1,4 +1,4 @@
-"""The command line: `sglang-aiter-ext run -- CMD ...` and `sglang-aiter-ext path`."""
+"""The command line: `sglang-aiter-ext doctor`, `run -- CMD ...` and `path`."""
 
 from __future__ import annotations
 
@@ -30,17 +30,39 @@ def run(command: list[str]) -> int:
         return 127 if isinstance(error, FileNotFoundError) else 126
 
 
+def examine(sglang_path: str | None, as_json: bool, parser: argparse.ArgumentParser) -> int:
+    """Print the doctor's report; the exit status is its own."""
+    from . import doctor
+
+    try:
+        report = doctor.examine(sglang_path)
+    except FileNotFoundError as error:
+        parser.error(str(error))
+    if as_json:
+        import json
+
+        print(json.dumps(report, indent=2))
+    else:
+        print(doctor.text(report))
+    return doctor.exit_status(report)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sglang-aiter-ext", description="AITER fast paths for an unmodified SGLang")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     runner = commands.add_parser("run", help="run a command with the extension active: run -- CMD ...")
     runner.add_argument("cmd", nargs=argparse.REMAINDER, metavar="-- CMD ...")
+    doctor = commands.add_parser("doctor", help="what is installed, and what each capability makes of it")
+    doctor.add_argument("--sglang-path", metavar="DIR", help="an unpacked SGLang instead of the one this Python imports")
+    doctor.add_argument("--json", action="store_true", help="for programs")
     commands.add_parser("path", help="print the PYTHONPATH entry that activates the extension")
     options = parser.parse_args(arguments)
     if options.command == "path":
         print(path_entry())
         return 0
+    if options.command == "doctor":
+        return examine(options.sglang_path, options.json, parser)
     command = options.cmd[1:] if options.cmd[:1] == ["--"] else options.cmd
     if not command:
         parser.error("run needs a command, as in: run -- python -m sglang.launch_server ...")

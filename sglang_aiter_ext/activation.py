@@ -118,7 +118,8 @@ def _serve(module: ModuleType, late: bool) -> None:
     if not master:
         return
     _summarise()
-    for state in states().values():
+    # The first capability's wrapper is the outermost.
+    for state in reversed(states().values()):
         if module.__name__ in state.capability.targets:
             _install(state, module, late)
 

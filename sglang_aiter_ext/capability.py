@@ -66,7 +66,8 @@ class Capability:
 
     `probe` reads the release and returns a Verdict, or raises Unsupported. `install` wraps
     what lies in one of the `targets` modules, which has just been imported, and is called
-    once for each of them; it raises where it cannot. `wraps` says what that is.
+    once for each of them; it raises where it cannot. `wraps` says what that is, `kernels` which
+    of AITER's it calls, `until` from which release on it is not needed.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Capability:
     until: str
     switch: Setting | None
     targets: tuple[str, ...]
+    kernels: tuple[str, ...]
     needs: tuple[Needs, ...]
     probe: Callable[[Release], Verdict]
     install: Callable[[ModuleType], None]

@@ -67,14 +67,15 @@ class Source:
                 return None
         return scope if isinstance(scope, ast.FunctionDef) else None
 
-    def imported_names(self, package: str) -> list[tuple[str, str]]:
-        """(module, name) of each `from package... import name` anywhere in the file."""
-        return [
-            (node.module, alias.name)
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == package
-            for alias in node.names
-        ]
+    def optional_imports(self, package: str) -> list[tuple[str, str]]:
+        """(module, name) of each `from ... import name` in the `try` statements that import `package`, in order."""
+        found = []
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Try):
+                imports = [n for n in node.body if isinstance(n, ast.ImportFrom) and n.module]
+                if any((n.module or "").partition(".")[0] == package for n in imports):
+                    found += [(n.module or "", alias.asname or alias.name) for n in imports for alias in n.names]
+        return found
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:
@@ -146,12 +147,8 @@ KERNEL_KEYWORDS = {
 }
 
 
-def aiter_problem(*kernels: str, also: tuple[tuple[str, str], ...] = ()) -> str | None:
-    """Why `aiter` cannot serve `kernels`, or None when it can. Imports AITER.
-
-    `also` lists further (module, name) pairs that must be there: SGLang's AITER backend
-    imports all its names in one `try`, and one that is missing takes the others with it.
-    """
+def aiter_problem(*kernels: str) -> str | None:
+    """Why `aiter` cannot serve `kernels`, or None when it can. Imports AITER."""
     try:
         aiter = importlib.import_module("aiter")
     except Exception as error:
@@ -159,17 +156,7 @@ def aiter_problem(*kernels: str, also: tuple[tuple[str, str], ...] = ()) -> str 
     if getattr(aiter, "__file__", None) is None:
         places = ", ".join(getattr(aiter, "__path__", []))
         return f"aiter at {places} is an empty namespace package, not AITER: a folder of that name is on sys.path"
-    for name in kernels:
-        if (problem := kernel_problem(aiter, name)) is not None:
-            return problem
-    for module, name in also:
-        try:
-            found = hasattr(importlib.import_module(module), name)
-        except Exception as error:
-            return f"import {module} fails: {type(error).__name__}: {error}"
-        if not found:
-            return f"{module} in {aiter.__file__} lacks {name}"
-    return None
+    return next((problem for name in kernels if (problem := kernel_problem(aiter, name)) is not None), None)
 
 
 def kernel_problem(aiter: object, name: str) -> str | None:
@@ -182,12 +169,15 @@ def kernel_problem(aiter: object, name: str) -> str | None:
         found = list(inspect.signature(kernel).parameters)
     except (TypeError, ValueError):
         return f"the parameters of {name} in {where} cannot be read"
-    expected = KERNEL_PARAMETERS[name]
-    for index, parameter in enumerate(expected):
+    problem = parameter_problem(name, found)
+    return problem and f"{where}: {problem}"
+
+
+def parameter_problem(name: str, found: list[str]) -> str | None:
+    """How the parameters `found` of the kernel `name` differ from those this package knows, or None."""
+    for index, parameter in enumerate(KERNEL_PARAMETERS[name]):
         got = found[index] if index < len(found) else "nothing"
         if got != parameter:
-            return f"{name} in {where} has parameter {index} {got!r} where {parameter!r} is expected"
+            return f"{name} has parameter {index} {got!r} where {parameter!r} is expected"
     missing = [parameter for parameter in KERNEL_KEYWORDS[name] if parameter not in found]
-    if missing:
-        return f"{name} in {where} takes no {missing[0]!r}"
-    return None
+    return f"{name} takes no {missing[0]!r}" if missing else None

@@ -11,6 +11,24 @@ def is_vectorized_5d(pool: Any) -> bool:
     return any(getattr(p, "kv_cache_layout", None) == "vectorized_5d" for p in (pool, inner) if p is not None)
 
 
+#: Query-to-KV head ratios the gfx950 fp8 ASM kernels cover (sgl-project/sglang#38467).
+HEAD_RATIOS = (1, 2, 4, 8, 16)
+
+
+def covered_ratio(layer: Any) -> bool:
+    """Whether the gfx950 fp8 ASM kernels cover the layer's ratio of query to KV heads."""
+    heads, kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
+    return heads % kv_heads == 0 and heads // kv_heads in HEAD_RATIOS
+
+
+def bind_extend(q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
+    """(q, layer, batch, save_kv_cache, sinks) of a call of forward_extend, in any release.
+
+    Raises TypeError for a call that forward_extend would not take either.
+    """
+    return q, layer, forward_batch, save_kv_cache, sinks
+
+
 def has_window(layer: Any) -> bool:
     size = getattr(layer, "sliding_window_size", None)
     return size is not None and size > -1

@@ -1,6 +1,6 @@
 """Makes what the demo and the tests run on: `.venv`, and SGLang releases in a cache folder.
 
-    python3 tests/environment.py [RELEASE ...]
+    python3 tests/environment.py [--quick | RELEASE ...]
 
 Standard library only. Each SGLang release is installed once, by `pip install --no-deps
 --target`, into $SGLANG_AITER_EXT_CACHE (default ~/.cache/sglang-aiter-ext).
@@ -22,9 +22,17 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 REQUIREMENTS = ROOT / "tests" / "requirements.txt"
 CACHE = pathlib.Path(os.environ.get("SGLANG_AITER_EXT_CACHE") or pathlib.Path.home() / ".cache" / "sglang-aiter-ext")
-#: What the demo runs on, and the further releases of the tests.
+#: What the demo runs on.
 DEMO = "0.5.18"
-RELEASES = (DEMO, "0.5.12.post1", "0.5.9")
+#: Every release with a verdict of its own in README.md; those from 0.5.9 on also run.
+RELEASES = (
+    "0.5.6", "0.5.7", "0.5.8", "0.5.8.post1", "0.5.9", "0.5.10", "0.5.10.post1", "0.5.11", "0.5.12", "0.5.12.post1",
+    "0.5.13", "0.5.13.post1", "0.5.14", "0.5.15", "0.5.15.post1", "0.5.16", "0.5.17", "0.5.18", "0.5.19", "0.5.20",
+    "0.5.21", "0.5.22", "0.5.23",
+)  # fmt: skip
+RUNNABLE = RELEASES[RELEASES.index("0.5.9") :]
+#: The newest and an old one, for `make test-quick`.
+QUICK = ("0.5.23", "0.5.12.post1")
 #: AITER's Python layer on PyPI, read with ast and never imported.
 AITER = "0.1.7.post2.dev18"
 
@@ -79,7 +87,10 @@ def install(package: str, version: str) -> None:
 
 def main(releases: list[str]) -> None:
     make_venv()
-    wanted = [("sglang", version) for version in releases or RELEASES] + ([] if releases else [("amd-aiter", AITER)])
+    quick = releases == ["--quick"]
+    wanted = [("sglang", version) for version in (QUICK if quick else releases or RELEASES)]
+    if quick or not releases:
+        wanted.append(("amd-aiter", AITER))
     missing = [item for item in wanted if not place(*item).is_dir()]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         jobs = {pool.submit(install, *item): item for item in missing}

@@ -65,6 +65,9 @@ def _accepted(function, **kwargs):
     return {name: value for name, value in kwargs.items() if name in parameters}
 
 
+_published: list = []
+
+
 def _single_process() -> None:
     """SGLang's own process groups, for one process, so that it can ask how many ranks there are."""
     import sglang.srt.distributed.parallel_state as parallel_state
@@ -76,6 +79,12 @@ def _single_process() -> None:
         world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{rendezvous}", backend="gloo"
     )
     parallel_state.initialize_model_parallel(**_accepted(parallel_state.initialize_model_parallel, backend="gloo"))
+    with contextlib.suppress(ImportError):
+        from sglang.srt.runtime_context import get_parallel
+
+        # A launcher publishes the ranks, and there is none. It lasts as long as it is held.
+        _published.append(get_parallel().override(tp_rank=0, attn_tp_rank=0))
+        _published[-1].__enter__()
 
 
 class Stack:
@@ -91,6 +100,7 @@ class Stack:
         from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
         from sglang.srt.model_executor.model_runner import ModelRunner
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
         from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
         self.generator = torch.Generator().manual_seed(seed)
@@ -98,7 +108,7 @@ class Stack:
         self.q_heads, self.kv_heads, self.context_len = q_heads, kv_heads, context_len
         self.dtype, self.max_requests = dtype, max_requests
         folder = _config(q_heads, kv_heads, head_dim, layers, full_interval, context_len)
-        names = {field.name for field in dataclasses.fields(ServerArgs)}
+        names = inspect.signature(ServerArgs).parameters
         wanted = dict(
             model_path=folder, device="cpu", attention_backend=backend, prefill_attention_backend=prefill_backend,
             decode_attention_backend=decode_backend, page_size=page_size, skip_tokenizer_init=True,
@@ -107,6 +117,8 @@ class Stack:
             kv_cache_dtype="fp8_e4m3" if fp8 else "auto", **server_args,
         )  # fmt: skip
         args = ServerArgs(**{name: value for name, value in wanted.items() if name in names})
+        if hasattr(args, "resolve_once"):
+            args.resolve_once()
         set_global_server_args_for_scheduler(args)
         _single_process()
         self.server_args = args
@@ -153,7 +165,7 @@ class Stack:
             req_to_token_pool=self.req_to_token_pool, token_to_kv_pool=self.token_to_kv_pool,
             use_mla_backend=False, is_hybrid_swa=False, sliding_window_size=None, attention_chunk_size=None,
             init_new_workspace=False, canary_manager=None, hisparse_coordinator=None, attn_cp_size=1,
-            draft_attention_backend=None, tp_size=1, is_multimodal=False, spec_algorithm=None,
+            draft_attention_backend=None, tp_size=1, is_multimodal=False, spec_algorithm=SpeculativeAlgorithm.from_string(None),
             kv_index_translator=None,
         )  # fmt: skip
         from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
@@ -212,9 +224,9 @@ class Stack:
             from sglang.srt.model_executor.model_runner_components import attention_backend_setup as setup
         except ImportError:
             return self.runner._get_attention_backend()
-        resolved = setup.resolve_attention_backend_strs(model_runner=self.runner)
-        self.runner.prefill_attention_backend_str = resolved.prefill
-        self.runner.decode_attention_backend_str = resolved.decode
+        args = self.server_args
+        chosen = (args.prefill_attention_backend or args.attention_backend, args.decode_attention_backend or args.attention_backend)
+        self.runner.prefill_attention_backend_str, self.runner.decode_attention_backend_str = chosen
         return setup.get_attention_backend(model_runner=self.runner)
 
     # ---- requests ----

@@ -16,7 +16,7 @@ import types
 import triton
 import triton.language as tl
 
-NAMES = ("torchvision", "sgl_kernel", "cutlass")
+NAMES = ("torchvision", "sgl_kernel", "cutlass", "cuda")
 
 
 class _Anything(type):

@@ -20,7 +20,7 @@ from ..bootstrap import ATTENTION
 from ..capability import APPLY, NOT_APPLICABLE, UPSTREAM, Capability, Needs, NothingToServe, Unsupported, Verdict
 from ..counting import count, log_once, logged
 from ..installed import Release, calls, enclosing_tests, mentions
-from ..layers import has_window, is_decoder, is_vectorized_5d, unit_scales
+from ..layers import HEAD_RATIOS, bind_extend, covered_ratio, has_window, is_decoder, is_vectorized_5d, unit_scales
 from ..settings import ASM
 
 NAME = "asm_context_prefill"
@@ -28,8 +28,6 @@ BACKEND = "srt.layers.attention.aiter_backend"
 KERNEL = "flash_attn_varlen_fp8_pertensor_func"
 PAGED = "mha_batch_prefill_func"
 HEAD_DIM = 256
-#: Query-to-KV head ratios the gfx950 fp8 ASM kernels cover (sgl-project/sglang#38467).
-HEAD_RATIOS = (1, 2, 4, 8, 16)
 #: Entries `AiterIndicesUpdaterPrefill` adds to the table; the paged kernel reads past the end.
 TABLE_PADDING = 256
 
@@ -121,7 +119,7 @@ def check_layer(backend: Any, q: Any, layer: Any, batch: Any, sinks: Any) -> Dec
     heads, kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
     if kv_heads != layer.tp_v_head_num:
         return "kv_heads", f"{kv_heads} K heads and {layer.tp_v_head_num} V heads"
-    if heads % kv_heads or heads // kv_heads not in HEAD_RATIOS:
+    if not covered_ratio(layer):
         return "head_ratio", f"{heads} query heads over {kv_heads} KV heads; the ASM kernels cover the ratios {HEAD_RATIOS}"
     if getattr(backend, "kv_cache_is_vectorized_5d", False) or is_vectorized_5d(pool_of(backend, batch)):
         return "vectorized_5d", "the KV cache has the vectorized_5d layout"
@@ -227,11 +225,6 @@ def report(decline: Decline, backend: Any, layer: Any, batch: Any) -> None:
 # ---- the wrappers ----
 
 
-def bind(q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
-    """(q, layer, batch, save_kv_cache, sinks) of a call of forward_extend, in any release."""
-    return q, layer, forward_batch, save_kv_cache, sinks
-
-
 def install(module: ModuleType) -> None:
     """Wrap forward_extend and the paged kernel's name in SGLang's AITER backend module.
 
@@ -257,18 +250,18 @@ def install(module: ModuleType) -> None:
 
     def forward_extend(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
         try:
-            q, layer, batch, save_kv_cache, sinks = bind(*args, **kwargs)
+            q, layer, batch, save_kv_cache, sinks = bind_extend(*args, **kwargs)
         except TypeError:
             return wrapped(*args, **kwargs)
         if not module.is_gfx95_supported():
             decline = "not_gfx950", "the GPU is not gfx950"
-        elif has_first_chunk and not any(batch.extend_prefix_lens_cpu or ()) and (unit_scales(layer) or not save_kv_cache):
-            # The release's own ASM branch for a first chunk, right at unit scale.
-            count(NAME, "release")
-            return wrapped(*args, **kwargs)
         else:
             decline = check_layer(instance, q, layer, batch, sinks)
         if decline is None:
+            if has_first_chunk and not any(batch.extend_prefix_lens_cpu or ()) and (unit_scales(layer) or not save_kv_cache):
+                # The release's own ASM branch for a first chunk, right at unit scale.
+                count(NAME, "release")
+                return wrapped(*args, **kwargs)
             plan = plan_for(instance, batch, q.shape[0])
             decline = plan.decline
         if decline is not None:
@@ -352,6 +345,7 @@ CAPABILITY = Capability(
     until="0.5.19",
     switch=ASM,
     targets=(f"{ATTENTION}.aiter_backend",),
+    kernels=(PAGED, KERNEL),
     needs=(
         Needs(BACKEND, "AiterAttnBackend.forward_extend", ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")),
         Needs(BACKEND, "AiterIndicesUpdaterPrefill.update_single_wrapper"),

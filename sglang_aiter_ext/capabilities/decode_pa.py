@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import inspect
 import itertools
 import math
@@ -208,8 +209,13 @@ def check_aiter() -> None:
     """Raises DecodeError unless AITER's decode kernel is there and runs on this GPU."""
     import torch
 
-    source = installed.release().source(BACKEND)
-    problem = installed.aiter_problem(KERNEL, also=tuple(source.imported_names("aiter")))
+    problem = installed.aiter_problem(KERNEL)
+    if problem is None:
+        # SGLang imports all of AITER's names in one `try`, and goes on without those after one that is missing.
+        backend = importlib.import_module(f"{ATTENTION}.aiter_backend")
+        wanted = installed.release().source(BACKEND).optional_imports("aiter")
+        missing = next((item for item in wanted if not hasattr(backend, item[1])), None)
+        problem = missing and f"SGLang's AITER backend could not import {missing[1]} from {missing[0]}"
     if problem is None and torch.version.hip:
         arch = torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName
         if not arch.startswith("gfx9"):
@@ -447,6 +453,7 @@ CAPABILITY = Capability(
     until="no release yet",
     switch=settings.PA,
     targets=(f"{ATTENTION}.attention_registry", f"{ATTENTION}.hybrid_linear_attn_backend", f"{ATTENTION}.aiter_backend"),
+    kernels=(KERNEL,),
     needs=(
         Needs(REGISTRY, "attn_backend_wrapper", ("runner", "full_attn_backend")),
         Needs(REGISTRY, "create_aiter_backend", ("runner",)),

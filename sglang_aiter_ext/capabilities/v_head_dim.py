@@ -69,6 +69,7 @@ CAPABILITY = Capability(
     until="0.5.10",
     switch=None,
     targets=(f"{ATTENTION}.aiter_backend",),
+    kernels=(),
     needs=(Needs(BACKEND, "AiterAttnBackend.__init__", ("model_runner",)),),
     probe=probe,
     install=install,

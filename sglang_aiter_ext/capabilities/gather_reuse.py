@@ -1,0 +1,95 @@
+"""gather_reuse: the slots of a chunk with a prefix are worked out once a batch, not at every layer.
+
+In 0.5.19 and 0.5.20 `forward_extend` calls `_asm_context_prefill_gather_indices` at every
+full-attention layer: four host synchronisations each, for the same result. The result of the
+batch's first layer is kept on the batch's metadata and given to the others.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from types import ModuleType
+from typing import Any
+
+from .. import activation
+from ..bootstrap import ATTENTION
+from ..capability import APPLY, NOT_APPLICABLE, UPSTREAM, Capability, Needs, Verdict
+from ..counting import count
+from ..installed import Release, calls
+from ..layers import bind_extend
+from ..settings import ASM
+
+NAME = "gather_reuse"
+BACKEND = "srt.layers.attention.aiter_backend"
+BUILDER = "_asm_context_prefill_gather_indices"
+
+
+def probe(release: Release) -> Verdict:
+    source = release.source(BACKEND)
+    if calls(source.function("AiterAttnBackend.forward_extend"), BUILDER):
+        Needs(BACKEND, BUILDER, ("kv_indptr", "kv_indices", "seq_lens", "num_kv_slots", "forward_mode")).check(release)
+        return Verdict(APPLY, f"forward_extend calls {BUILDER} at every layer")
+    if source.function("AiterAttnBackend._asm_context_prefill_indices") is not None:
+        return Verdict(UPSTREAM, "forward_extend takes the slots from _asm_context_prefill_indices, once a batch")
+    return Verdict(NOT_APPLICABLE, "forward_extend has no ASM branch for batches with a prefix")
+
+
+class _Scope(threading.local):
+    """The (metadata, batch) of the forward_extend this thread is inside of."""
+
+    call: tuple | None = None
+
+
+_scope = _Scope()
+
+
+def forward_extend(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+    try:
+        _, _, batch, _, _ = bind_extend(*args, **kwargs)
+    except TypeError:
+        return wrapped(*args, **kwargs)
+    before, _scope.call = _scope.call, (instance.forward_metadata, batch)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        _scope.call = before
+
+
+def gather_indices(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+    """Around the release's builder, which gets (kv_indptr, kv_indices, seq_lens, num_kv_slots, forward_mode)."""
+    if _scope.call is None or len(args) < 4 or kwargs:
+        return wrapped(*args, **kwargs)
+    metadata, batch = _scope.call
+    kept = getattr(metadata, "_sglang_aiter_ext_indices", None)
+    if kept is not None:
+        whose, table, slots, result = kept
+        if whose() is batch and table is args[1] and slots == args[3]:
+            count(NAME, "reused")
+            return result
+    result = wrapped(*args, **kwargs)
+    count(NAME, "built")
+    # On the metadata, so that it cannot outlive its batch.
+    metadata._sglang_aiter_ext_indices = (weakref.ref(batch), args[1], args[3], result)
+    return result
+
+
+def install(module: ModuleType) -> None:
+    activation.wrap(module, BUILDER, gather_indices)
+    activation.wrap(module, "AiterAttnBackend.forward_extend", forward_extend)
+
+
+CAPABILITY = Capability(
+    name=NAME,
+    summary="the slots to gather for the ASM kernel are worked out once a batch, for all layers",
+    why="the release rebuilds them at every layer, with four host synchronisations each time",
+    wraps=("AiterAttnBackend.forward_extend", f"aiter_backend.{BUILDER}"),
+    upstream=("https://github.com/sgl-project/sglang/pull/39901",),
+    until="0.5.21",
+    switch=ASM,
+    targets=(f"{ATTENTION}.aiter_backend",),
+    kernels=(),
+    needs=(Needs(BACKEND, "AiterAttnBackend.forward_extend", ("layer", "forward_batch")),),
+    probe=probe,
+    install=install,
+)

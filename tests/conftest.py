@@ -18,6 +18,16 @@ EXACT = 2.0**-8
 FP8 = 2.0**-4
 
 
+def pytest_collection_modifyitems(items):
+    """A test that names a release `make test-quick` does not install is slow."""
+    import environment
+
+    for item in items:
+        named = {v for v in getattr(item, "callspec", item).__dict__.get("params", {}).values() if v in environment.RELEASES}
+        if named - set(environment.QUICK):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def exact():
     return EXACT

@@ -1,8 +1,8 @@
 """What SGLang imports and its attention code never calls on a CPU: one place for all of it.
 
 Importing this module makes `torchvision` (a build that matches the CPU torch is a large
-download), `sgl_kernel` and `cutlass` (GPU-only, imported by older releases) importable
-where they are not installed. Calling anything in them raises.
+download) and `sgl_kernel`, `cutlass` and `cuda` (GPU-only, imported by some releases)
+importable where they are not installed. Calling anything in them raises.
 """
 
 from __future__ import annotations

@@ -14,11 +14,8 @@ def since(version):
 
 
 def releases(*versions):
-    """Parameters, each release in a group of its own; all but the quick ones are slow."""
-    return [
-        pytest.param(v, marks=[pytest.mark.xdist_group(v)] + ([] if v in environment.QUICK else [pytest.mark.slow]))
-        for v in versions
-    ]
+    """Parameters, each release in a group of its own."""
+    return [pytest.param(v, marks=pytest.mark.xdist_group(v)) for v in versions]
 
 
 def smoke(release):

@@ -50,6 +50,7 @@ def test_the_facts_decode_relies_on(version):
     assert facts.layer_at == (0 if version in since("0.5.9") else 3)
 
 
+@pytest.mark.slow
 def test_the_readme_shows_the_matrix():
     assert matrix.table() in (environment.ROOT / "README.md").read_text()
 
@@ -72,6 +73,7 @@ def verdicts_of(root):
     return {c.name: tuple(c.verdict(release)) for c in CAPABILITIES}
 
 
+@pytest.mark.slow
 def test_the_version_says_nothing(tmp_path):
     root = copied(tmp_path, "0.5.12.post1")
     for name in ("version.py", "_version.py"):
@@ -80,6 +82,7 @@ def test_the_version_says_nothing(tmp_path):
     assert {n: v for n, (v, _) in verdicts_of(root).items()} == expected("0.5.12.post1")
 
 
+@pytest.mark.slow
 def test_a_cherry_picked_change_is_upstream(tmp_path):
     """0.5.18 with the AITER backend of 0.5.21."""
     root = copied(tmp_path, "0.5.18")
@@ -103,6 +106,7 @@ DRIFT = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", DRIFT)
 def test_what_is_gone_or_different_is_unsupported_and_named(tmp_path, change):
     root = copied(tmp_path, "0.5.18")
@@ -116,6 +120,7 @@ def test_what_is_gone_or_different_is_unsupported_and_named(tmp_path, change):
         assert verdict == "unsupported" and words in reason, found[name]
 
 
+@pytest.mark.slow
 def test_a_missing_module_and_a_broken_one_are_unsupported(tmp_path):
     root = copied(tmp_path, "0.5.18")
     (root / BACKEND).write_text("def broken(:\n")
@@ -142,6 +147,7 @@ def sglang(version):
     return environment.place("sglang", version)
 
 
+@pytest.mark.slow
 def test_doctor_reports_in_the_fixed_shape_without_importing_anything():
     done = doctor("--json", path=[sglang("0.5.18"), REFERENCE])
     report = json.loads(done.stdout)
@@ -154,6 +160,7 @@ def test_doctor_reports_in_the_fixed_shape_without_importing_anything():
     assert isinstance(report["activation"], dict)
 
 
+@pytest.mark.slow
 def test_doctor_imports_neither_sglang_nor_torch_nor_aiter():
     code = "import sys; from sglang_aiter_ext import doctor; doctor.examine(); print(sorted({m.partition('.')[0] for m in sys.modules} & {'sglang', 'torch', 'aiter', 'wrapt'}))"
     env = child.clean_environment(PYTHONPATH=f"{sglang('0.5.18')}:{REFERENCE}")
@@ -161,6 +168,7 @@ def test_doctor_imports_neither_sglang_nor_torch_nor_aiter():
     assert done.stdout == "[]\n", done.stderr
 
 
+@pytest.mark.slow
 def test_doctor_exit_status():
     assert doctor().returncode == 2
     assert doctor(path=[sglang("0.5.18")]).returncode == 1  # no AITER

@@ -1,7 +1,7 @@
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: demo test test-quick environment clean
+.PHONY: demo test test-quick test-gpu bench environment clean
 demo:
 	$(PYTHON) tests/environment.py 0.5.18
 	$(RUN) tests/demo.py
@@ -12,6 +12,13 @@ test: environment
 test-quick:
 	$(PYTHON) tests/environment.py --quick
 	$(RUN) -m pytest -n 2 --dist loadgroup -m "not slow" tests
+
+# On a machine with a GPU, in any Python that has torch, triton, wrapt and pytest.
+test-gpu:
+	$(PYTHON) -m pytest -m gpu tests/test_gpu.py
+
+bench:
+	$(PYTHON) -m bench
 
 environment:
 	$(PYTHON) tests/environment.py

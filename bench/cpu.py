@@ -40,9 +40,6 @@ def startup(quick: bool) -> dict:
 
     bare = child.clean_environment()
     with_us = {**bare, "PYTHONPATH": str(ROOT)}
-    for environment in (bare, with_us):
-        # As a user's interpreter does, with compiled files where they can be written.
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
     runs = {"bare": ("pass", bare), "with the extension": ("pass", with_us), "import wrapt": ("import wrapt", bare)}
     times: dict[str, list] = {name: [] for name in runs}
     for _ in range(20 if quick else 60):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-import weakref
 from types import SimpleNamespace
 
 LAYERS = 15
@@ -140,7 +139,7 @@ def gather(quick: bool) -> dict:
     return {"where": where(), "rows": rows}
 
 
-def planned(batch):
+def plan(batch):
     """What `asm_context_prefill` plans from host lengths, for a batch that is one chunk a request."""
     import torch
 
@@ -152,11 +151,9 @@ def planned(batch):
         seq_lens_cpu = torch.tensor(batch.lengths)
         batch_size = len(batch.lengths)
 
-    metadata = SimpleNamespace(kv_indices=batch.table, kv_indptr=batch.indptr, max_q_len=max(batch.lengths), max_kv_len=max(batch.lengths))
-    forward = Batch()
-    plan = asm_context_prefill.plan_batch(SimpleNamespace(forward_metadata=metadata, page_size=batch.page), forward, batch.tokens)
-    weakref.finalize(plan, lambda: forward)
-    return plan
+    longest = max(batch.lengths)
+    metadata = SimpleNamespace(kv_indices=batch.table, kv_indptr=batch.indptr, max_q_len=longest, max_kv_len=longest)
+    return asm_context_prefill.plan_batch(SimpleNamespace(forward_metadata=metadata, page_size=batch.page), Batch(), batch.tokens)
 
 
 def batch(quick: bool) -> dict:
@@ -169,10 +166,9 @@ def batch(quick: bool) -> dict:
     check(data)
 
     def ours():
-        plan = planned(data)
-        assert plan.decline is None, plan.decline
+        slots = plan(data).slots
         for _ in range(LAYERS):
-            gather_kv.gather_kv(data.k, data.v, plan.slots)
+            gather_kv.gather_kv(data.k, data.v, slots)
 
     def once():
         index = data.table[: int(sum(data.lengths))]

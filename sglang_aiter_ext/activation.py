@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from . import __version__, installed, settings
 from .capability import APPLY, UNSUPPORTED, Capability, NothingToServe, Verdict
@@ -175,6 +176,20 @@ def _rebind(before: dict, module: ModuleType) -> None:
             for name, value in changed.items():
                 if vars(other).get(name) is value:
                     setattr(other, name, vars(module)[name])
+
+
+class Scope(threading.local):
+    """What a wrapper around one call leaves for the wrappers of calls made inside of it, in this thread."""
+
+    value: Any = None
+
+    def call(self, value: Any, wrapped: Callable, args: tuple, kwargs: dict) -> Any:
+        """`wrapped(*args, **kwargs)` with `value` left for the time of the call."""
+        before, self.value = self.value, value
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            self.value = before
 
 
 def wrap(module: ModuleType, name: str, wrapper: Callable) -> None:

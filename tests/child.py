@@ -28,9 +28,10 @@ class Done:
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """This process's environment without anything of SGLang's or ours."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG") and k != "PYTHONPATH"}
-    return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", **extra}
+    """This process's environment without anything of SGLang's or ours; compiled files are kept in the cache."""
+    dropped = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG") and k not in dropped}
+    return {**kept, "PYTHONPYCACHEPREFIX": str(environment.CACHE / "pycache"), "HF_HUB_OFFLINE": "1", **extra}
 
 
 @functools.cache

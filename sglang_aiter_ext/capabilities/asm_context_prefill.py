@@ -10,7 +10,6 @@ the release's own call with its arguments untouched.
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from types import ModuleType
 from typing import Any
@@ -84,13 +83,8 @@ class Plan:
         self.slots, self.cu_seqlens_k, self.decline = slots, cu_seqlens_k, decline
 
 
-class _Scope(threading.local):
-    """The call of forward_extend this thread is inside of, where the ASM kernel is to serve it."""
-
-    call: tuple | None = None  # (backend, q, layer, plan)
-
-
-_scope = _Scope()
+#: (backend, q, layer, plan) of a call of forward_extend that the ASM kernel is to serve.
+_scope = activation.Scope()
 
 
 def check_layer(backend: Any, q: Any, layer: Any, batch: Any, sinks: Any) -> Decline | None:
@@ -267,16 +261,12 @@ def install(module: ModuleType) -> None:
         if decline is not None:
             report(decline, instance, layer, batch)
             return wrapped(*args, **kwargs)
-        before, _scope.call = _scope.call, (instance, q, layer, plan)
-        try:
-            return wrapped(*args, **kwargs)
-        finally:
-            _scope.call = before
+        return _scope.call((instance, q, layer, plan), wrapped, args, kwargs)
 
     def paged_kernel(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
-        if _scope.call is None:
+        if _scope.value is None:
             return wrapped(*args, **kwargs)
-        backend, q, layer, plan = _scope.call
+        backend, q, layer, plan = _scope.value
         decline = check_call(layer, plan, args, kwargs)
         if decline is None:
             try:
@@ -328,7 +318,7 @@ def install(module: ModuleType) -> None:
 
     def is_gfx95_supported(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
         # Inside a call that the router serves, the release's own first-chunk branch stays out.
-        return False if _scope.call is not None else wrapped(*args, **kwargs)
+        return False if _scope.value is not None else wrapped(*args, **kwargs)
 
     activation.wrap(module, PAGED, paged_kernel)
     if has_first_chunk:

@@ -16,7 +16,6 @@ import inspect
 import itertools
 import math
 import sys
-import threading
 from types import ModuleType
 from typing import Any
 
@@ -361,13 +360,8 @@ def serve(decode: Any, layers_seen: bool) -> None:
     decode._sglang_aiter_ext_layers_seen = layers_seen
 
 
-class _Scope(threading.local):
-    """The full-attention layer this thread decodes through AITER, and whether its cache is fp8."""
-
-    call: tuple | None = None  # (layer, fp8)
-
-
-_scope = _Scope()
+#: (layer, whether its cache is fp8) of a full-attention layer that decodes through AITER.
+_scope = activation.Scope()
 
 
 def forward_decode(known: Facts, wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
@@ -390,11 +384,7 @@ def forward_decode(known: Facts, wrapped: Any, instance: Any, args: tuple, kwarg
     if fp8 and known.writes_at_unit_scale and not unit_scales(layer):
         args, kwargs = (), scaled(known, layer, args, kwargs)
     count(NAME, "decode")
-    before, _scope.call = _scope.call, (layer, fp8)
-    try:
-        return wrapped(*args, **kwargs)
-    finally:
-        _scope.call = before
+    return _scope.call((layer, fp8), wrapped, args, kwargs)
 
 
 def unified(decode: Any) -> bool:
@@ -432,9 +422,9 @@ def scaled(known: Facts, layer: Any, args: tuple, kwargs: dict) -> dict:
 
 def decode_kernel(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
     """At the one call of the kernel: the layer's own scaling and scales instead of the backend's constants."""
-    if _scope.call is None:
+    if _scope.value is None:
         return wrapped(*args, **kwargs)
-    layer, fp8 = _scope.call
+    layer, fp8 = _scope.value
     given = list(args)
     given[5] = float(layer.scaling)
     if fp8:

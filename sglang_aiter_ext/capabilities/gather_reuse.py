@@ -7,7 +7,6 @@ batch's first layer is kept on the batch's metadata and given to the others.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from types import ModuleType
 from typing import Any
@@ -35,13 +34,8 @@ def probe(release: Release) -> Verdict:
     return Verdict(NOT_APPLICABLE, "forward_extend has no ASM branch for batches with a prefix")
 
 
-class _Scope(threading.local):
-    """The (metadata, batch) of the forward_extend this thread is inside of."""
-
-    call: tuple | None = None
-
-
-_scope = _Scope()
+#: The (metadata, batch) of the forward_extend this thread is inside of.
+_scope = activation.Scope()
 
 
 def forward_extend(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
@@ -49,18 +43,14 @@ def forward_extend(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> An
         _, _, batch, _, _ = bind_extend(*args, **kwargs)
     except TypeError:
         return wrapped(*args, **kwargs)
-    before, _scope.call = _scope.call, (instance.forward_metadata, batch)
-    try:
-        return wrapped(*args, **kwargs)
-    finally:
-        _scope.call = before
+    return _scope.call((instance.forward_metadata, batch), wrapped, args, kwargs)
 
 
 def gather_indices(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
     """Around the release's builder, which gets (kv_indptr, kv_indices, seq_lens, num_kv_slots, forward_mode)."""
-    if _scope.call is None or len(args) < 4 or kwargs:
+    if _scope.value is None or len(args) < 4 or kwargs:
         return wrapped(*args, **kwargs)
-    metadata, batch = _scope.call
+    metadata, batch = _scope.value
     kept = getattr(metadata, "_sglang_aiter_ext_indices", None)
     if kept is not None:
         whose, table, slots, result = kept

@@ -8,7 +8,6 @@ asks `is_gfx95_supported()` at every call: inside a call for such a layer, the a
 from __future__ import annotations
 
 import ast
-import threading
 from types import ModuleType
 from typing import Any
 
@@ -38,13 +37,8 @@ def probe(release: Release) -> Verdict:
     return Verdict(APPLY, f"forward_extend has {len(unguarded)} ASM branch(es) that do not check the head ratio")
 
 
-class _Scope(threading.local):
-    """Whether this thread is inside forward_extend for a layer the ASM kernels do not cover."""
-
-    uncovered = False
-
-
-_scope = _Scope()
+#: True inside forward_extend for a layer the ASM kernels do not cover.
+_scope = activation.Scope()
 
 
 def forward_extend(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
@@ -59,15 +53,11 @@ def forward_extend(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> An
         NAME, "paged", "the paged kernel serves %d query heads over %d KV heads, which this release's ASM calls do not check",
         layer.tp_q_head_num, layer.tp_k_head_num,
     )  # fmt: skip
-    before, _scope.uncovered = _scope.uncovered, True
-    try:
-        return wrapped(*args, **kwargs)
-    finally:
-        _scope.uncovered = before
+    return _scope.call(True, wrapped, args, kwargs)
 
 
 def is_gfx95_supported(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
-    return False if _scope.uncovered else wrapped(*args, **kwargs)
+    return False if _scope.value else wrapped(*args, **kwargs)
 
 
 def install(module: ModuleType) -> None:

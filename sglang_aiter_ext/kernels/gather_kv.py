@@ -58,8 +58,9 @@ def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor)
     if not k_cache.is_cuda:
         return reference.gather_kv(k_cache, v_cache, slots)
     tokens = slots.shape[0]
-    k_out = k_cache.new_empty((tokens, *k_cache.shape[1:]))
-    v_out = v_cache.new_empty((tokens, *v_cache.shape[1:]))
+    _, heads, head_dim = k_cache.shape
+    k_out = k_cache.new_empty((tokens, heads, head_dim))
+    v_out = v_cache.new_empty((tokens, heads, v_cache.shape[2]))
     launch_gather(k_cache, v_cache, slots, k_out, v_out)
     return k_out, v_out
 
@@ -76,7 +77,7 @@ def launch_gather(
         k_cache, v_cache, k_out, v_out = (x.view(torch.uint8) for x in (k_cache, v_cache, k_out, v_out))
     k_stride, v_stride = k_cache.stride(0), v_cache.stride(0)
     word, per_word, k_width, v_width, block, rows = _layout(
-        k_cache.shape[1:], v_cache.shape[1:], k_cache.element_size(), k_stride, v_stride
+        k_out.stride(0), v_out.stride(0), k_stride, v_stride, k_cache.itemsize
     )
     gather_rows[(-(-tokens // rows),)](
         k_cache, v_cache, slots, k_out, v_out, tokens, k_stride // per_word, v_stride // per_word,
@@ -85,12 +86,12 @@ def launch_gather(
 
 
 @functools.cache
-def _layout(k_row: torch.Size, v_row: torch.Size, size: int, k_stride: int, v_stride: int) -> tuple[Any, ...]:
-    """(word, elements a word, words of a K row, of a V row, columns and rows of a program)."""
-    whole = all(elements * size % 4 == 0 for elements in (k_row.numel(), v_row.numel(), k_stride, v_stride))
+def _layout(k_row: int, v_row: int, k_stride: int, v_stride: int, size: int) -> tuple[Any, ...]:
+    """(word, elements a word, words of a K row, of a V row, columns and rows of a program); all given in elements."""
+    whole = all(elements * size % 4 == 0 for elements in (k_row, v_row, k_stride, v_stride))
     # Words of 4 bytes where rows consist of them, else the elements' own bits.
     word, per_word = (tl.int32, 4 // size) if whole else (tl.int8 if size == 1 else tl.int16, 1)
-    k_width, v_width = k_row.numel() // per_word, v_row.numel() // per_word
+    k_width, v_width = k_row // per_word, v_row // per_word
     block = triton.next_power_of_2(max(k_width, v_width))
     return word, per_word, k_width, v_width, block, max(1, WORDS // block)
 

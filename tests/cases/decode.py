@@ -12,7 +12,7 @@ def steps() -> list[dict]:
         (1, True, None, None, None), (16, True, 1.0, 1.0, None), (16, True, 0.5, 2.0, 0.03), (64, True, 0.0371, 1.7, None),
         (16, False, None, None, None), (1, False, 0.5, 2.0, 0.1),
     ):  # fmt: skip
-        stack = harness.Stack(backend="triton", page_size=page_size, fp8=fp8, k_scale=k_scale, v_scale=v_scale, scaling=scaling, linear=True, layers=2, full_interval=2)
+        stack = harness.Stack(backend="triton", page_size=page_size, fp8=fp8, k_scale=k_scale, v_scale=v_scale, scaling=scaling, linear=k_scale is None or fp8, layers=2, full_interval=2)
         row = {"case": [page_size, fp8, k_scale, v_scale, scaling], "batches": [], "backend": describe(stack.backend)}
         forget()
         for lengths in ({1: 20, 2: 37}, {1: 5, 2: 40, 3: 9}):

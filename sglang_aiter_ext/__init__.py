@@ -6,8 +6,6 @@ From Python, `activate()` does the same for SGLang modules imported before or af
 `status()` says what is active and why not; `counters()` counts what ran.
 """
 
-from __future__ import annotations
-
 __version__ = "0.1.0"
 __all__ = ["activate", "counters", "status"]
 

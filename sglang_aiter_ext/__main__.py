@@ -19,9 +19,10 @@ def path_entry() -> str:
 
 def run(command: list[str]) -> int:
     """Replace this process by `command`, activated. Returns 127 or 126 where it cannot be started."""
-    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    if path_entry() not in entries:
-        entries.insert(0, path_entry())
+    old = os.environ.get("PYTHONPATH")
+    # An empty entry is the working directory, and stays. Ours goes to the front, where no other sitecustomize hides it.
+    entries = [entry for entry in old.split(os.pathsep) if entry != path_entry()] if old else []
+    entries.insert(0, path_entry())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entries)}
     try:
         os.execvpe(command[0], command, environment)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 import threading
 import weakref
@@ -44,24 +43,31 @@ _served: weakref.WeakSet[ModuleType] = weakref.WeakSet()
 _reported: set[str] = set()
 
 
-@functools.cache
+_states: dict[str, State] = {}
+
+
 def states() -> dict[str, State]:
-    """The state of every capability, in order; probes the release once a process."""
+    """The state of every capability, in order; the installed release is probed once."""
     from .capabilities import CAPABILITIES
 
-    release = installed.release()
-    off = settings.disabled(tuple(c.name for c in CAPABILITIES))
-    result = {}
-    for capability in CAPABILITIES:
-        verdict = capability.verdict(release)
-        state = State(capability, verdict, enabled=capability.name not in off)
-        if capability.switch is not None and state.enabled:
-            try:
-                state.enabled = settings.boolean(capability.switch)
-            except settings.SettingError as error:
-                state.enabled, state.error = False, str(error)
-        result[capability.name] = state
-    return result
+    with _lock:
+        if _states:
+            return _states
+        release = installed.release()
+        names = tuple(c.name for c in CAPABILITIES)
+        off, errors = settings.disabled(names), settings.errors(names)
+        result = {}
+        for capability in CAPABILITIES:
+            state = State(capability, capability.verdict(release), enabled=capability.name not in off)
+            for setting in (settings.MASTER, capability.switch):
+                if setting is not None and setting.name in errors:
+                    state.enabled, state.error = False, str(errors[setting.name])
+                elif setting is not None:
+                    state.enabled = state.enabled and settings.boolean(setting)
+            result[capability.name] = state
+        if release is not None:
+            _states.update(result)
+        return result
 
 
 def status() -> list[dict]:
@@ -106,17 +112,14 @@ def _report(message: str) -> None:
 def _serve(module: ModuleType, late: bool) -> None:
     from .capabilities import CAPABILITIES
 
-    try:
-        master = settings.boolean(settings.MASTER)
-        for setting in (settings.STRICT, settings.PA, settings.ASM):
-            settings.boolean(setting)
-        settings.check_disabled(tuple(c.name for c in CAPABILITIES))
-    except settings.SettingError as error:
+    for error in settings.errors(tuple(c.name for c in CAPABILITIES)).values():
         if settings.strict():
-            raise
+            raise error
         _report(str(error))
-        master = error.args[0].partition("=")[0] != settings.MASTER.name
-    if not master:
+    try:
+        if not settings.boolean(settings.MASTER):
+            return
+    except settings.SettingError:
         return
     _summarise()
     # The first capability's wrapper is the outermost.
@@ -140,7 +143,7 @@ def _summarise() -> None:
 def _install(state: State, module: ModuleType, late: bool) -> None:
     capability = state.capability
     # A variable that cannot be read must be said when the backend is built, so that wrapper goes in.
-    wanted = state.enabled or (state.error is not None and capability.switch is settings.PA)
+    wanted = state.enabled or (capability.switch is settings.PA and settings.PA.name in (state.error or ""))
     if not wanted or state.verdict.verdict != APPLY:
         if state.enabled and state.verdict.verdict == UNSUPPORTED:
             message = f"{capability.name} could not be applied: {state.verdict.reason}"
@@ -156,6 +159,8 @@ def _install(state: State, module: ModuleType, late: bool) -> None:
         capability.install(module)
     except NothingToServe as error:
         state.error = str(error)
+        if settings.strict():
+            raise CouldNotApply(f"{capability.name} could not be applied to {module.__name__}: {error}") from error
         return
     except Exception as error:
         state.error = f"{type(error).__name__}: {error}"
@@ -169,8 +174,12 @@ def _install(state: State, module: ModuleType, late: bool) -> None:
 
 
 def _rebind(before: dict, module: ModuleType) -> None:
-    """Point `from module import name` aliases taken before at what the names are now."""
-    changed = {name: value for name, value in before.items() if vars(module).get(name) is not value}
+    """Point `from module import name` aliases taken before at what the functions `module` defines are now."""
+    changed = {
+        name: value
+        for name, value in before.items()
+        if vars(module).get(name) is not value and getattr(value, "__module__", None) == module.__name__
+    }
     for other in list(sys.modules.values()):
         if other is not module and getattr(other, "__name__", "").partition(".")[0] == "sglang":
             for name, value in changed.items():

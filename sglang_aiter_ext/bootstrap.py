@@ -4,8 +4,6 @@ Runs in every Python process that has the extension on its path, so: standard li
 only, and nothing of it that a bare interpreter has not imported already.
 """
 
-from __future__ import annotations
-
 import sys
 from _thread import get_ident
 
@@ -36,20 +34,24 @@ class TargetFinder:
 
 
 def _tell_when_executed(spec) -> None:
+    """Have the loader tell us, without a trace left on it; one that takes no attribute is let be."""
     loader = spec.loader
     execute = getattr(loader, "exec_module", None)
-    if execute is None:
+    if execute is None or isinstance(loader, type):
         return
 
     def exec_module(module):
-        # The loader is the module's own from here on: leave no trace on it.
         loader.__dict__.pop("exec_module", None)
         execute(module)
-        from . import activation
+        if module.__spec__ is spec:
+            from . import activation
 
-        activation.on_import(module, fresh=True)
+            activation.on_import(module, fresh=True)
 
-    loader.exec_module = exec_module
+    try:
+        loader.exec_module = exec_module
+    except AttributeError:
+        pass
 
 
 def install() -> None:

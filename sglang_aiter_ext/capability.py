@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from types import ModuleType
 
-from .installed import Release, parameters
+from .installed import Release, mentions, parameters
 from .settings import Setting
 
 APPLY, UPSTREAM, NOT_APPLICABLE, UNSUPPORTED = "apply", "upstream", "not_applicable", "unsupported"
@@ -37,14 +37,17 @@ class NothingToServe(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """A function of the release that a capability relies on, and the parameters it must have.
+    """A function of the release that a capability relies on.
 
-    `module` is dotted, without `sglang.`; `function` is `name` or `Class.name`.
+    `module` is dotted, without `sglang.`; `function` is `name` or `Class.name`. It must have
+    `parameters`, the first ones in the order of `leading`, and use the names in `mentions`.
     """
 
     module: str
     function: str
     parameters: tuple[str, ...] = ()
+    leading: tuple[str, ...] = ()
+    mentions: tuple[str, ...] = ()
 
     def check(self, release: Release) -> None:
         """Raises Unsupported, naming what is missing."""
@@ -55,9 +58,14 @@ class Needs:
         if function is None:
             raise Unsupported(f"sglang.{self.module} has no {self.function}")
         have = parameters(function)
-        for name in self.parameters:
+        for name in (*self.parameters, *self.leading):
             if name not in have:
                 raise Unsupported(f"{self.function} in sglang.{self.module} has no parameter {name} (it has {', '.join(have)})")
+        if have[: len(self.leading)] != list(self.leading):
+            raise Unsupported(f"{self.function} in sglang.{self.module} takes {', '.join(have)}, where {', '.join(self.leading)} is the order expected")
+        for name in self.mentions:
+            if not mentions(function, name):
+                raise Unsupported(f"{self.function} in sglang.{self.module} does not use {name}")
 
 
 @dataclasses.dataclass(frozen=True)

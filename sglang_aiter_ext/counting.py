@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 logger = logging.getLogger("sglang_aiter_ext")
 
 _counts: dict[tuple[str, str, str], int] = {}
 _logged: set[tuple[str, str]] = set()
+_lock = threading.Lock()
 
 
 def count(capability: str, outcome: str, reason: str = "") -> None:
     key = (capability, outcome, reason)
-    _counts[key] = _counts.get(key, 0) + 1
+    with _lock:
+        _counts[key] = _counts.get(key, 0) + 1
 
 
 def log_once(capability: str, reason: str, message: str, *args: object, level: int = logging.WARNING) -> None:

@@ -28,19 +28,15 @@ def examine(sglang_path: str | None = None) -> dict[str, Any]:
     holds no release.
     """
     release = installed.release() if sglang_path is None else unpacked(pathlib.Path(sglang_path))
-    off = settings.disabled(tuple(c.name for c in CAPABILITIES))
+    names = tuple(c.name for c in CAPABILITIES)
+    off, errors = settings.disabled(names), settings.errors(names)
     capabilities = []
     for capability in CAPABILITIES:
         verdict = capability.verdict(release)
-        enabled, errors = capability.name not in off, []
-        for setting in {settings.MASTER, capability.switch} - {None}:
-            try:
-                enabled = enabled and settings.boolean(setting)
-            except settings.SettingError as error:
-                enabled = False
-                errors.append(str(error))
+        switches = [setting for setting in (settings.MASTER, capability.switch) if setting is not None]
+        enabled = capability.name not in off and all(s.name not in errors and settings.boolean(s) for s in switches)
+        reason = "; ".join([verdict.reason, *(str(errors[s.name]) for s in switches if s.name in errors)])
         switch = capability.switch.name if capability.switch else settings.DISABLE.name
-        reason = "; ".join([verdict.reason, *errors])
         capabilities.append({
             "name": capability.name, "verdict": verdict.verdict, "reason": reason, "enabled": enabled, "switch": switch,
         })  # fmt: skip
@@ -53,9 +49,11 @@ def examine(sglang_path: str | None = None) -> dict[str, Any]:
 
 
 def exit_status(report: dict[str, Any]) -> int:
-    """2 without SGLang, 1 where an enabled capability cannot be served, else 0."""
+    """2 without SGLang, 1 where an enabled capability cannot be served or a variable not be read, else 0."""
     if report["sglang"] is None:
         return NO_SGLANG
+    if report["activation"]["errors"]:
+        return PROBLEM
     kernels = {c.name: c.kernels for c in CAPABILITIES}
     for row in report["capabilities"]:
         unserved = row["verdict"] == APPLY and any(report["aiter"]["kernels"][k] for k in kernels[row["name"]])
@@ -79,6 +77,14 @@ def aiter() -> dict[str, Any]:
         reason = "an empty namespace package, not AITER: a folder of that name is on sys.path" if spec else "aiter is not installed for this Python"
         return {"usable": False, "path": path, "reason": reason, "kernels": dict.fromkeys(installed.KERNEL_PARAMETERS, reason)}
     package = pathlib.Path(spec.origin).parent
+    try:
+        return {"path": str(package), **_kernels(package)}
+    except (OSError, SyntaxError, ValueError) as error:
+        reason = f"its source cannot be read: {error}"
+        return {"usable": False, "path": str(package), "reason": reason, "kernels": dict.fromkeys(installed.KERNEL_PARAMETERS, reason)}
+
+
+def _kernels(package: pathlib.Path) -> dict[str, Any]:
     files = (package / "ops/mha.py", package / "ops/attention.py", package / "__init__.py")
     sources = [installed.Source(path) for path in files if path.is_file()]
     kernels = {}
@@ -87,22 +93,24 @@ def aiter() -> dict[str, Any]:
         kernels[name] = f"lacks {name}" if function is None else installed.parameter_problem(name, installed.parameters(function))
     problems = [problem for problem in kernels.values() if problem is not None]
     reason = "; ".join(problems) or "its source has the kernels, with the parameters that are expected"
-    return {"usable": not problems, "path": str(package), "reason": reason, "kernels": kernels}
+    return {"usable": not problems, "reason": reason, "kernels": kernels}
 
 
 def activation() -> dict[str, Any]:
     """Which routes would activate the extension in a process started like this one."""
     from .__main__ import path_entry
 
-    entries = [os.path.realpath(e) for e in os.environ.get("PYTHONPATH", "").split(os.pathsep) if e]
-    try:
-        master, error = settings.boolean(settings.MASTER), None
-    except settings.SettingError as problem:
-        master, error = False, str(problem)
+    errors = settings.errors(tuple(c.name for c in CAPABILITIES))
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.environ.get("PYTHONPATH") else []
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", entries) if entries else None
+    first = str(pathlib.Path(spec.origin).resolve()) if spec is not None and spec.origin else None
+    ours = str(pathlib.Path(path_entry(), "sitecustomize", "__init__.py").resolve())
+    present = os.path.realpath(path_entry()) in map(os.path.realpath, entries)
     return {
-        "master": master,
-        "error": error,
-        "pythonpath": path_entry() in entries,
+        "master": settings.MASTER.name not in errors and settings.boolean(settings.MASTER),
+        "errors": [str(error) for error in errors.values()],
+        "pythonpath": first == ours,
+        "hidden_by": first if present and first != ours else None,
         "plugin": any(e.value == "sglang_aiter_ext:activate" for e in importlib.metadata.entry_points(group="sglang.srt.plugins")),
         "this_process": any(type(f).__name__ == "TargetFinder" for f in sys.meta_path),
     }
@@ -111,14 +119,18 @@ def activation() -> dict[str, Any]:
 def text(report: dict[str, Any]) -> str:
     """The report as a table for people."""
     sglang, kernels, routes = report["sglang"], report["aiter"], report["activation"]
+    yes = {True: "yes", False: "no"}
+    route = f"PYTHONPATH {yes[routes['pythonpath']]}, plugin {yes[routes['plugin']]}, this process {yes[routes['this_process']]}"
+    if routes["hidden_by"]:
+        route += f"; {routes['hidden_by']} comes first on PYTHONPATH and hides ours unless it runs the next one"
     lines = [
         f"SGLang      {sglang['version'] or 'version unknown'} at {sglang['path']}" if sglang else "SGLang      not installed for this Python",
         f"AITER       {'usable' if kernels['usable'] else 'not usable'}: {kernels['reason']}" + (f" ({kernels['path']})" if kernels["path"] else ""),
-        "Activation  " + (routes["error"] or ("" if routes["master"] else f"off by {settings.MASTER.name}; ")
-                          + f"PYTHONPATH {'yes' if routes['pythonpath'] else 'no'}, plugin {'yes' if routes['plugin'] else 'no'}"),
+        f"Activation  {'' if routes['master'] else 'off by ' + settings.MASTER.name + '; '}{route}",
+        *(f"Error       {error}" for error in routes["errors"]),
         "",
         f"{'capability':20} {'verdict':15} {'enabled':8} {'switch':34} reason",
-    ]  # fmt: skip
+    ]
     for row in report["capabilities"]:
         lines.append(f"{row['name']:20} {row['verdict']:15} {'yes' if row['enabled'] else 'no':8} {row['switch']:34} {row['reason']}")
     return "\n".join(lines)

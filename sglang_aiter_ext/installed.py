@@ -109,19 +109,21 @@ def enclosing_tests(function: ast.AST, inner: ast.AST) -> Iterator[ast.expr]:
             yield node.test
 
 
-@functools.cache
+_releases: list[Release] = []
+
+
 def release() -> Release | None:
     """The SGLang this Python would import, or None. Does not import it."""
-    module = sys.modules.get("sglang")
-    if module is not None:
-        places = list(getattr(module, "__path__", []))
-    else:
-        spec = importlib.util.find_spec("sglang")
-        places = list(spec.submodule_search_locations or []) if spec else []
-    for place in places:
-        if (pathlib.Path(place) / "srt").is_dir():
-            return Release(pathlib.Path(place))
-    return None
+    if not _releases:
+        module = sys.modules.get("sglang")
+        if module is not None:
+            places = list(getattr(module, "__path__", []))
+        else:
+            spec = importlib.util.find_spec("sglang")
+            places = list(spec.submodule_search_locations or []) if spec else []
+        # None is not kept: a path may be added later.
+        _releases.extend(Release(pathlib.Path(p)) for p in places[:1] if (pathlib.Path(p) / "srt").is_dir())
+    return _releases[0] if _releases else None
 
 
 #: Leading parameters, in order, of the AITER kernels whose calls this package makes or changes.

@@ -22,11 +22,11 @@ def covered_ratio(layer: Any) -> bool:
 
 
 def bind_extend(q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
-    """(q, layer, batch, save_kv_cache, sinks) of a call of forward_extend, in any release.
+    """(q, k, layer, batch, sinks) of a call of forward_extend, in any release.
 
     Raises TypeError for a call that forward_extend would not take either.
     """
-    return q, layer, forward_batch, save_kv_cache, sinks
+    return q, k, layer, forward_batch, sinks
 
 
 def has_window(layer: Any) -> bool:

@@ -57,6 +57,20 @@ def disabled(known: tuple[str, ...]) -> frozenset[str]:
     return frozenset(_named()) & frozenset(known)
 
 
+def errors(known: tuple[str, ...]) -> dict[str, SettingError]:
+    """Every variable that holds something unaccepted; `known` are the names of the capabilities."""
+    found = {}
+    for setting in SETTINGS:
+        try:
+            if setting is DISABLE:
+                check_disabled(known)
+            else:
+                boolean(setting)
+        except SettingError as error:
+            found[setting.name] = error
+    return found
+
+
 def check_disabled(known: tuple[str, ...]) -> None:
     """Raises SettingError when SGLANG_AITER_EXT_DISABLE names something unknown."""
     unknown = [name for name in _named() if name not in known]

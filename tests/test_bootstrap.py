@@ -33,7 +33,7 @@ def modules(**env):
 
 def test_start_up_prints_nothing_and_imports_three_modules_of_ours():
     bare = modules(PYTHONPATH="")
-    assert modules() - bare == {"sitecustomize", "sglang_aiter_ext", "sglang_aiter_ext.bootstrap", "__future__", "_thread"} - bare
+    assert modules() - bare == {"sitecustomize", "sglang_aiter_ext", "sglang_aiter_ext.bootstrap"}
 
 
 def test_switched_off_nothing_of_ours_is_imported():
@@ -155,6 +155,40 @@ def test_run_activates_a_command_and_is_that_command():
         assert (argv, active, process.returncode) == (["-c", "--flag", "a b"], True, 7)
         assert pid == process.pid
         assert path.split(os.pathsep) == [str(ROOT)]
+
+
+def test_run_moves_our_entry_to_the_front_and_keeps_the_others(tmp_path):
+    hiding = other(tmp_path / "hiding", "module")
+    code = "import sys, os, json; print(json.dumps([any(type(f).__name__ == 'TargetFinder' for f in sys.meta_path), getattr(sys, 'ran', []), os.environ['PYTHONPATH']]))"
+    run = [sys.executable, "-m", "sglang_aiter_ext", "run", "--", sys.executable, "-c", code]
+    for before, after in ((f"{hiding}:{ROOT}", f"{ROOT}:{hiding}"), (f":{hiding}:", f"{ROOT}::{hiding}:")):
+        env = child.clean_environment(PYTHONPATH=before)
+        done = subprocess.run(run, env=env, capture_output=True, text=True, cwd=ROOT)
+        assert json.loads(done.stdout) == [True, ["hiding"], after], done.stderr
+
+
+#: A finder of somebody else's whose loader takes no attribute.
+SLOTS = """
+    import sys
+    from importlib.machinery import ModuleSpec
+    class Loader:
+        __slots__ = ()
+        def create_module(self, spec): return None
+        def exec_module(self, module): module.done = True
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition('.')[0] == 'sglang':
+                spec = ModuleSpec(name, Loader(), is_package=True)
+                return spec
+    sys.meta_path.append(Finder())
+    import sglang.srt.layers.attention.attention_registry as module
+    print(module.done, type(module.__loader__).__name__, module.__spec__.loader is module.__loader__)
+"""
+
+
+def test_a_loader_that_takes_no_attribute_is_let_be():
+    done = python(code=SLOTS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True Loader True\n", "")
 
 
 def test_run_says_what_it_cannot_start():

@@ -60,14 +60,18 @@ def states(*env):
     return launch("0.5.18", "building:states", env=env).result
 
 
-ALL = {"attn_backend_wrapper": True, "forward_decode": True, "forward_extend": True}
+#: Wrappers around each function: asm_context_prefill and head_ratio both wrap forward_extend on 0.5.18.
+ALL = {"attn_backend_wrapper": 1, "forward_decode": 1, "forward_extend": 2}
 
 
 def test_by_default_prefill_is_served_and_decode_is_not():
     out = states()
-    assert out["wrapped"] == {**ALL, "attn_backend_wrapper": False, "forward_decode": False}
+    assert out["wrapped"] == {**ALL, "attn_backend_wrapper": 0, "forward_decode": 0}
     assert out["built"] == "TritonAttnBackend"
-    assert out["status"] == {"decode_pa": [False, "off"], "v_head_dim": [True, "off"], "asm_context_prefill": [True, "active"]}
+    assert out["status"] == {
+        "decode_pa": [False, "off"], "v_head_dim": [True, "off"], "asm_context_prefill": [True, "active"],
+        "head_ratio": [True, "active"], "gather_reuse": [True, "off"],
+    }  # fmt: skip
     assert [level for level, _ in out["logs"]] == ["INFO"]
 
 
@@ -88,7 +92,7 @@ def test_the_master_switch_turns_everything_off():
 def test_the_asm_switch_and_the_disable_list_turn_single_capabilities_off():
     for env in (("SGLANG_AITER_ASM_CONTEXT_PREFILL", "No"), ("SGLANG_AITER_EXT_DISABLE", " asm_context_prefill ,v_head_dim")):
         out = states(PA, env)
-        assert out["wrapped"] == {**ALL, "forward_extend": False}, env
+        assert out["wrapped"] == {**ALL, "forward_extend": 1}, env
         assert out["status"]["asm_context_prefill"] == [False, "off"]
         assert out["built"] == "AiterDecodeRouter"
 
@@ -110,10 +114,26 @@ def test_a_decode_switch_that_cannot_be_read_is_logged_and_raised_when_the_backe
 def test_other_values_that_cannot_be_read_are_logged_and_leave_their_capability_off():
     out = states(("SGLANG_AITER_ASM_CONTEXT_PREFILL", "perhaps"))
     assert ["ERROR", "SGLANG_AITER_ASM_CONTEXT_PREFILL='perhaps' is not accepted: use 1/true/yes/on or 0/false/no/off, in any case"] in out["logs"]
-    assert not out["wrapped"]["forward_extend"]
+    assert out["wrapped"]["forward_extend"] == 1
     out = states(("SGLANG_AITER_EXT_DISABLE", "v_head_dim,asm"))
     (line,) = [line for level, line in out["logs"] if level == "ERROR"]
     assert line.startswith("SGLANG_AITER_EXT_DISABLE='v_head_dim,asm' is not accepted: asm is not a capability; use any of decode_pa, ")
+
+
+def test_every_variable_that_cannot_be_read_is_named():
+    out = states(("SGLANG_AITER_EXT_STRICT", "perhaps"), ("SGLANG_AITER_ASM_CONTEXT_PREFILL", "maybe"), ("SGLANG_AITER_EXT_DISABLE", "head_ration"))
+    lines = [line for level, line in out["logs"] if level == "ERROR"]
+    assert [line.partition("=")[0] for line in lines] == ["SGLANG_AITER_ASM_CONTEXT_PREFILL", "SGLANG_AITER_EXT_STRICT", "SGLANG_AITER_EXT_DISABLE"]
+
+
+def test_status_knows_the_master_switch(monkeypatch):
+    from sglang_aiter_ext import activation
+
+    for value in ("0", "maybe"):
+        monkeypatch.setenv("SGLANG_AITER_EXT", value)
+        activation._states.clear()
+        assert {(s["enabled"], s["state"] in ("off", "failed")) for s in activation.status()} == {(False, True)}
+    activation._states.clear()
 
 
 def test_strict_raises_what_is_otherwise_logged():
@@ -126,7 +146,7 @@ def test_late_activation_rebinds_aliases_and_wraps_once(release):
     out = launch(release, "building:late", extension=False, env=(PA,)).result
     assert out == {
         "original": True, "layers": 1, "alias": True, "built": "AiterDecodeRouter", "kernels": ["paged_attention_ragged"],
-        "extend_layers": False,
+        "supported": 1 if release == "0.5.18" else 0, "reloaded": True,
     }  # fmt: skip
 
 

@@ -84,6 +84,13 @@ def test_a_runner_that_must_be_left_alone_is_left_alone_with_one_line(release, c
 
 
 @pytest.mark.parametrize("release", RELEASES)
+def test_a_users_own_aiter_backend_is_given_the_layers_figures_and_nothing_else_changes(release, exact):
+    out = launch(release, "decode:left_alone", env=PA).result["own_aiter"]
+    assert out["error"] <= exact and out["counters"] == {"decode": 1}
+    assert out["sinks"] == "as without us"
+
+
+@pytest.mark.parametrize("release", RELEASES)
 def test_the_variable_wins_on_the_decode_side_only(release, exact):
     out = launch(release, "decode:two_backends", env=PA).result
     other, aiter = out["other_decode"], out["aiter_decode"]
@@ -104,9 +111,11 @@ def test_the_variable_wins_on_the_decode_side_only(release, exact):
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_several_backends_of_a_runner_share_one_workspace(release):
+def test_several_backends_of_a_runner_share_one_workspace_and_never_have_two(release, exact):
     out = launch(release, "decode:workspaces", env=PA).result
     assert out["storages"] == 1
+    assert out["alive_while_allocating"] == [0, 0]
+    assert out["prefill_aiter"] == 1 and out["prefill_aiter_error"] <= exact
     assert out["bytes"] == out["expected"]
 
 

@@ -15,21 +15,21 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent / "cases"))
 
 
 def test_the_compiled_gather_moves_exactly_the_rows_asked_for():
-    import kernels
+    import own_kernels as kernels
 
     rows = kernels.gather()
     assert [row["case"] for row in rows if not row["same"]] == [] and len(rows) == 200
 
 
 def test_the_compiled_cast_saturates_and_keeps_nan():
-    import kernels
+    import own_kernels as kernels
 
     for row in kernels.cast():
         assert (row["same"], row["contiguous"], row["nans"], row["largest"]) == (True, True, 1, 448.0), row["case"]
 
 
 def test_rows_past_two_and_four_gib_are_reached():
-    import kernels
+    import own_kernels as kernels
 
     out = kernels.far_apart()
     assert out["same"] and out["bytes"] > 2**32

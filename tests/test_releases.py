@@ -83,7 +83,8 @@ def test_a_head_ratio_the_asm_kernels_do_not_cover_reaches_the_paged_kernel(rele
         assert [kernel for kernel, _ in ours[name]["calls"]] == [PAGED]
         assert ours[name]["fp8_error"] <= exact
     assert ours["counters"]["head_ratio"] == {"paged": 2}
-    assert ours["counters"].get("asm_context_prefill", {"paged/head_ratio": 2}) == {"paged/head_ratio": 2}
+    own = {"release": 1, "paged/head_ratio": 1}
+    assert ours["counters"].get("asm_context_prefill") == (None if release == "0.5.19" else own)
     lines = [line for level, line in ours["logs"] if level == "WARNING" and line.startswith("head_ratio: ")]
     assert len(lines) == 1 and "24 query heads over 4 KV heads" in lines[0]
 

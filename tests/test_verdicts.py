@@ -102,6 +102,13 @@ DRIFT = {
     "the descales gone": ("k_descale=k_descale,\n                v_descale=v_descale,\n                **extra_kwargs", "**extra_kwargs", {"asm_context_prefill": "does not pass its descales"}),
     "the decode kernel by name": ("                paged_attention_ragged(\n", "                paged_attention_by_another_name(\n", {"decode_pa": "calls paged_attention_ragged 0 times"}),
     "the graph buffer gone": ("kv_indices_buf: Optional[torch.Tensor] = None,\n    ):", "):", {"decode_pa": "has no parameter kv_indices_buf"}),
+    "the paged call renamed": ("mha_batch_prefill_func", "mha_batch_prefill_v2", {"asm_context_prefill": "calls mha_batch_prefill_func 0 times"}),
+    "the ASM call renamed": ("flash_attn_varlen_fp8_pertensor_func", "flash_attn_varlen_fp8_v2", {"head_ratio": "does not call flash_attn_varlen_fp8_pertensor_func"}),
+    "another way to ask for a prefix": ("and not any(forward_batch.extend_prefix_lens_cpu)", "and max(forward_batch.extend_prefix_lens_cpu) == 0", {"asm_context_prefill": "does not say whether there is a prefix", "gather_reuse": "does not say whether there is a prefix"}),
+    "the ASM call in a helper": ("                o = flash_attn_varlen_fp8_pertensor_func(", "                o = self._asm(", {"asm_context_prefill": "forward_extend does not call it", "head_ratio": "does not call"}),
+    "not causal": ("causal=True,\n                logits_soft_cap=self.logits_soft_cap", "causal=False,\n                logits_soft_cap=self.logits_soft_cap", {"asm_context_prefill": "something else than plain causal attention"}),
+    "an attribute renamed": ("input_dtype", "activation_dtype", {"asm_context_prefill": "does not use input_dtype"}),
+    "parameters in another order": ("layer: RadixAttention,\n        forward_batch: ForwardBatch,\n        save_kv_cache=True,\n        sinks=None,\n    ):\n        self.logits_soft_cap", "forward_batch: ForwardBatch,\n        layer: RadixAttention,\n        save_kv_cache=True,\n        sinks=None,\n    ):\n        self.logits_soft_cap", {"asm_context_prefill": "is the order expected", "head_ratio": "is the order expected"}),
     "an unknown condition": ("                is_gfx95_supported()\n                and forward_batch.forward_mode.is_extend()", "                some_gpu()\n                and forward_batch.forward_mode.is_extend()", {"head_ratio": "does not ask is_gfx95_supported()"}),
 }  # fmt: skip
 
@@ -195,6 +202,31 @@ def test_doctor_says_why_aiter_is_not_usable(tmp_path):
     report = json.loads(doctor("--json", path=[environment.place("amd-aiter", environment.AITER)]).stdout)["aiter"]
     assert not report["usable"]
     assert "flash_attn_varlen_fp8_pertensor_func has parameter 3 'cu_seqlens_q' where 'q_descale' is expected" in report["reason"]
+
+
+def test_doctor_survives_an_aiter_that_cannot_be_parsed(tmp_path):
+    (tmp_path / "aiter" / "ops").mkdir(parents=True)
+    (tmp_path / "aiter" / "__init__.py").write_text("")
+    (tmp_path / "aiter" / "ops" / "mha.py").write_text("def f(:\n")
+    done = doctor("--json", path=[sglang("0.5.23"), tmp_path])
+    report = json.loads(done.stdout)["aiter"]
+    assert not report["usable"] and "cannot be read" in report["reason"] and done.stderr == ""
+
+
+def test_doctor_reports_every_variable_that_cannot_be_read():
+    wrong = {"SGLANG_AITER_EXT_STRICT": "maybe", "SGLANG_AITER_EXT_DISABLE": "decode_paa", "SGLANG_USE_AITER_PA": "2"}
+    done = doctor(path=[sglang("0.5.23"), REFERENCE], **wrong)
+    assert done.returncode == 1
+    for name, value in wrong.items():
+        assert f"{name}={value!r} is not accepted" in done.stdout
+
+
+def test_doctor_says_what_hides_us_on_the_path(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("")
+    routes = json.loads(doctor("--json", path=[tmp_path, environment.ROOT]).stdout)["activation"]
+    assert (routes["pythonpath"], routes["hidden_by"], routes["this_process"]) == (False, str(tmp_path / "sitecustomize.py"), False)
+    routes = json.loads(doctor("--json", path=[environment.ROOT, tmp_path]).stdout)["activation"]
+    assert (routes["pythonpath"], routes["hidden_by"], routes["this_process"]) == (True, None, True)
 
 
 def test_doctor_for_people_names_each_capability_and_variable():

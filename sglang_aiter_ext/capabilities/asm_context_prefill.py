@@ -9,6 +9,7 @@ the release's own call with its arguments untouched.
 
 from __future__ import annotations
 
+import ast
 import sys
 import weakref
 from types import ModuleType
@@ -16,7 +17,7 @@ from typing import Any
 
 from .. import activation, installed
 from ..bootstrap import ATTENTION
-from ..capability import APPLY, NOT_APPLICABLE, UPSTREAM, Capability, Needs, NothingToServe, Unsupported, Verdict
+from ..capability import APPLY, UPSTREAM, Capability, Needs, NothingToServe, Unsupported, Verdict
 from ..counting import count, log_once, logged
 from ..installed import Release, calls, enclosing_tests, mentions
 from ..layers import HEAD_RATIOS, bind_extend, covered_ratio, has_window, is_decoder, is_vectorized_5d, unit_scales
@@ -36,27 +37,37 @@ TABLE_PADDING = 256
 
 def probe(release: Release) -> Verdict:
     extend = release.source(BACKEND).function("AiterAttnBackend.forward_extend")
-    if _asm_calls(extend, with_prefix=True):
+    if asm_calls(release)[True]:
         return Verdict(UPSTREAM, "forward_extend has its own ASM branch for batches with a prefix")
     paged = calls(extend, PAGED)
-    if not paged:
-        return Verdict(NOT_APPLICABLE, f"forward_extend does not call {PAGED}")
     if len(paged) != 1:
         raise Unsupported(f"forward_extend calls {PAGED} {len(paged)} times, where one call is expected")
-    by_name = {keyword.arg for keyword in paged[0].keywords}
-    if len(paged[0].args) != 8 or not {"q_descale", "k_descale", "v_descale"} <= by_name:
+    by_name = {keyword.arg: getattr(keyword.value, "value", None) for keyword in paged[0].keywords}
+    if len(paged[0].args) != 8 or not {"q_descale", "k_descale", "v_descale"} <= set(by_name):
         raise Unsupported(f"forward_extend casts the fp8 K/V pool before {PAGED}, or does not pass its descales there")
+    if by_name.get("causal") is not True or "softmax_scale" in by_name:
+        raise Unsupported(f"forward_extend asks {PAGED} for something else than plain causal attention")
     return Verdict(APPLY, "forward_extend has no ASM branch for batches with a prefix")
 
 
-def _asm_calls(extend, *, with_prefix: bool) -> list:
-    """Calls of the ASM kernel in branches for batches with, or without, a prefix."""
-    return [call for call in calls(extend, KERNEL) if _asks_for_prefix(extend, call) is with_prefix]
+def asm_calls(release: Release) -> dict[bool | None, list[ast.Call]]:
+    """forward_extend's own calls of the ASM kernel: for batches with a prefix (True), without (False), others (None).
+
+    Raises Unsupported where none is known to be for a prefix and one may be, or calls are made elsewhere.
+    """
+    source = release.source(BACKEND)
+    extend = source.function("AiterAttnBackend.forward_extend")
+    found: dict[bool | None, list[ast.Call]] = {True: [], False: [], None: []}
+    for call in calls(extend, KERNEL):
+        found[_asks_for_prefix(extend, call)].append(call)
+    if found[None] and not found[True]:
+        raise Unsupported(f"forward_extend calls {KERNEL} under a condition that does not say whether there is a prefix")
+    if not any(found.values()) and any(name == KERNEL for _, name in source.optional_imports("aiter")):
+        raise Unsupported(f"the module imports {KERNEL}, and forward_extend does not call it")
+    return found
 
 
-def _asks_for_prefix(extend, call) -> bool | None:
-    import ast
-
+def _asks_for_prefix(extend: ast.AST, call: ast.Call) -> bool | None:
     for test in enclosing_tests(extend, call):
         negated = {id(n.operand) for n in ast.walk(test) if isinstance(n, ast.UnaryOp) and isinstance(n.op, ast.Not)}
         for asked in calls(test, "any"):
@@ -83,7 +94,8 @@ class Plan:
         self.slots, self.cu_seqlens_k, self.decline = slots, cu_seqlens_k, decline
 
 
-#: (backend, q, layer, plan) of a call of forward_extend that the ASM kernel is to serve.
+#: (backend, q, layer, plan) of a call of forward_extend that the ASM kernel is to serve; the plan is None
+#: where the paged kernel is to serve a first chunk that the release's own branch would take.
 _scope = activation.Scope()
 
 
@@ -170,7 +182,9 @@ def plan_batch(backend: Any, batch: Any, q_rows: int) -> Plan:
     pages = sum(-(-length // page) for length in total)
     is_tokens = table.shape[0] in (tokens, tokens + TABLE_PADDING)
     is_pages = page > 1 and table.shape[0] in (pages, pages + TABLE_PADDING)
-    if is_tokens == is_pages:
+    if is_tokens and is_pages:
+        return decline("table_ambiguous", f"the table's {table.shape[0]} entries may be tokens or pages of {page}")
+    if not is_tokens and not is_pages:
         return decline("table_mismatch", f"kv_indices has {table.shape[0]} entries for {tokens} tokens in {pages} pages of {page}")
     return Plan(batch, table, table[:tokens]) if is_tokens else Plan(batch, table, *expand_pages(table, total, page))
 
@@ -213,7 +227,8 @@ def report(decline: Decline, backend: Any, layer: Any, batch: Any) -> None:
             size = 0
         # ROCm/aiter#2517, #2608: the paged kernel's offsets are 32 bits wide.
         risk = f"; a layer's K cache is {size / 2**30:.1f} GiB, and AITER's paged kernel has overflowed past 2 GiB" if size > 2**31 else ""
-        log_once(NAME, reason, "the paged kernel serves it (%s): %s%s", reason, detail, risk)
+        level = 20 if reason == "table_ambiguous" else 30
+        log_once(NAME, reason, "the paged kernel serves it (%s): %s%s", reason, detail, risk, level=level)
 
 
 # ---- the wrappers ----
@@ -237,36 +252,45 @@ def install(module: ModuleType) -> None:
     if not hasattr(module, "is_gfx95_supported"):
         raise AttributeError(f"{module.__name__} has no is_gfx95_supported")
     asm_kernel = getattr(sys.modules["aiter"], KERNEL)
-    extend = installed.release().source(BACKEND).function("AiterAttnBackend.forward_extend")
-    has_first_chunk = bool(_asm_calls(extend, with_prefix=False))
+    has_first_chunk = bool(asm_calls(installed.release())[False])
     out_of_memory = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
     ones: dict = {}
 
     def forward_extend(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
         try:
-            q, layer, batch, save_kv_cache, sinks = bind_extend(*args, **kwargs)
+            q, k, layer, batch, sinks = bind_extend(*args, **kwargs)
         except TypeError:
             return wrapped(*args, **kwargs)
-        if not module.is_gfx95_supported():
-            decline = "not_gfx950", "the GPU is not gfx950"
-        else:
-            decline = check_layer(instance, q, layer, batch, sinks)
-        if decline is None:
-            if has_first_chunk and not any(batch.extend_prefix_lens_cpu or ()) and (unit_scales(layer) or not save_kv_cache):
-                # The release's own ASM branch for a first chunk, right at unit scale.
-                count(NAME, "release")
-                return wrapped(*args, **kwargs)
-            plan = plan_for(instance, batch, q.shape[0])
-            decline = plan.decline
-        if decline is not None:
-            report(decline, instance, layer, batch)
+        prefix = batch.extend_prefix_lens_cpu
+        first_chunk = has_first_chunk and prefix is not None and not any(prefix) and module.is_gfx95_supported()
+        if first_chunk and k is not None and unit_scales(layer):
+            # The release's own branch for a first chunk, right at unit scale.
+            count(NAME, "release")
             return wrapped(*args, **kwargs)
-        return _scope.call((instance, q, layer, plan), wrapped, args, kwargs)
+        plan = None
+        try:
+            decline = decide(instance, q, layer, batch, sinks)
+            if decline is None:
+                plan = plan_for(instance, batch, q.shape[0])
+                decline = plan.decline
+        except Exception as error:
+            decline = "internal_error", f"{type(error).__name__}: {error}"
+        if decline is None:
+            return _scope.call((instance, q, layer, plan), wrapped, args, kwargs)
+        report(decline, instance, layer, batch)
+        if first_chunk:
+            return _scope.call((instance, q, layer, None), wrapped, args, kwargs)
+        return wrapped(*args, **kwargs)
+
+    def decide(backend: Any, q: Any, layer: Any, batch: Any, sinks: Any) -> Decline | None:
+        if not module.is_gfx95_supported():
+            return "not_gfx950", "the GPU is not gfx950"
+        return check_layer(backend, q, layer, batch, sinks)
 
     def paged_kernel(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
-        if _scope.value is None:
+        backend, q, layer, plan = _scope.value or (None,) * 4
+        if plan is None:
             return wrapped(*args, **kwargs)
-        backend, q, layer, plan = _scope.value
         decline = check_call(layer, plan, args, kwargs)
         if decline is None:
             try:
@@ -337,8 +361,14 @@ CAPABILITY = Capability(
     targets=(f"{ATTENTION}.aiter_backend",),
     kernels=(PAGED, KERNEL),
     needs=(
-        Needs(BACKEND, "AiterAttnBackend.forward_extend", ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")),
-        Needs(BACKEND, "AiterIndicesUpdaterPrefill.update_single_wrapper"),
+        Needs(
+            BACKEND, "AiterAttnBackend.forward_extend",
+            leading=("q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
+            mentions=("forward_metadata", "kv_indices", "kv_indptr", "max_q_len", "max_kv_len", "kv_cache_dtype", "input_dtype", "use_mla", "qo_indptr"),
+        ),
+        Needs(BACKEND, "AiterAttnBackend.__init__", mentions=("kv_cache_dtype", "input_dtype", "use_mla", "page_size")),
+        Needs(BACKEND, "AiterAttnBackend.init_forward_metadata", mentions=("extend_prefix_lens_cpu", "extend_seq_lens_cpu", "seq_lens_cpu")),
+        Needs(BACKEND, "AiterIndicesUpdaterPrefill.update_single_wrapper", mentions=("kv_indices", "kv_indptr")),
     ),
     probe=probe,
     install=install,

@@ -16,6 +16,8 @@ import inspect
 import itertools
 import math
 import sys
+import weakref
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -151,7 +153,7 @@ def leave_alone(registry: Any, runner: Any, full: Any, known: Facts) -> tuple[st
         if not next(turns):
             return "prefill_side", "this is the prefill side; decode is routed on its own"
     if is_aiter(getattr(full, "decode_backend", full)):
-        return "aiter_already", "the decode backend is AITER already, and only the figures its kernel is given are put right"
+        return "aiter_already", "the decode backend is AITER already"
     speculative = getattr(args, "speculative_algorithm", None)
     if speculative is not None and getattr(args, "speculative_attention_mode", "prefill") == "decode":
         return "speculative_attention_mode", "--speculative-attention-mode decode would verify drafts on the decode backend"
@@ -264,16 +266,34 @@ def check_memory(runner: Any) -> None:
 def build_decode_backend(registry: Any, runner: Any, known: Facts) -> Any:
     """An AiterAttnBackend for decode, as the release builds one. Raises DecodeError."""
     check_aiter()
-    check_memory(runner)
-    decode = registry.ATTENTION_BACKENDS["aiter"](runner)
-    workspace = getattr(decode, "workspace_buffer", None)
-    if workspace is not None:
-        # Two-batch overlap and PD multiplexing build several; one decode runs at a time, so one workspace does.
-        shared = runner.__dict__.setdefault("_sglang_aiter_ext_workspace", workspace)
-        if shared.shape == workspace.shape:
-            decode.workspace_buffer = shared
+    if not runner.__dict__.get("_sglang_aiter_ext_backends"):
+        check_memory(runner)
+    decode = with_shared_workspace(runner, lambda: registry.ATTENTION_BACKENDS["aiter"](runner))
     if known.graph_buffer_in_pages and decode.page_size > 1:
         give_graph_buffer(decode)
+    return decode
+
+
+def with_shared_workspace(runner: Any, build: Callable[[], Any]) -> Any:
+    """The backend `build()` gives, on the workspace of the runner's others.
+
+    Two-batch overlap and PD multiplexing build several, and one decode runs at a time. Theirs
+    is let go before the next is built, so that there is never a second one, not even for a moment.
+    """
+    others = runner.__dict__.setdefault("_sglang_aiter_ext_backends", weakref.WeakSet())
+    kept = next((b.workspace_buffer for b in others), None)
+    size = None if kept is None else kept.shape
+    for backend in others:
+        backend.workspace_buffer = None
+    kept = None
+    decode = build()
+    workspace = getattr(decode, "workspace_buffer", None)
+    if workspace is not None:
+        if size is not None and workspace.shape != size:
+            raise DecodeError(f"the decode workspaces of one runner differ in size: {size[0]} and {workspace.shape[0]} bytes")
+        others.add(decode)
+        for backend in others:
+            backend.workspace_buffer = workspace
     return decode
 
 
@@ -337,17 +357,25 @@ def build(registry: Any, known: Facts, wrapped: Any, instance: Any, args: tuple,
     left = leave_alone(registry, runner, full, known)
     if left is not None:
         reason, details = left
-        if reason == "aiter_already" and (known.reads_fp8 or runner.kv_cache_dtype.itemsize > 1):
-            serve(getattr(full, "decode_backend", full), layers_seen=True)
+        if reason == "aiter_already" and put_right(registry, runner, full, known):
+            details += "; its kernel is given the layers' own scales"
+        if reason == "prefill_side" and is_aiter(full):
+            with_shared_workspace(runner, lambda: full)
         quiet = reason in ("not_hybrid", "draft_worker", "aiter_already", "prefill_side")
         log_once(NAME, reason, "decode stays on its own backend (%s): %s", reason, details, level=20 if quiet else 30)
         if not quiet and settings.strict():
             raise DecodeError(f"{settings.PA.name}=1 is not served ({reason}): {details}")
         return wrapped(*args, **kwargs)
-    decode = build_decode_backend(registry, runner, known)
     prefill = full.prefill_backend if is_router(full) else full
+    if is_aiter(prefill):
+        # Prefill has an AITER backend, with a workspace: decode runs on it too.
+        check_aiter()
+        serve(prefill, runner, layers_seen=full_layers(runner, hybrid_config(registry, runner)) is not None)
+        log_once(NAME, "routed", "full-attention layers: prefill and decode on %s", type(prefill).__name__, level=20)
+        return wrapped(runner, prefill)
+    decode = build_decode_backend(registry, runner, known)
     router = router_class()(runner, prefill_backend=prefill, decode_backend=decode)
-    serve(decode, layers_seen=full_layers(runner, hybrid_config(registry, runner)) is not None)
+    serve(decode, runner, layers_seen=full_layers(runner, hybrid_config(registry, runner)) is not None)
     log_once(
         NAME, "routed", "full-attention layers: prefill on %s, decode on %s (workspace %.2f GiB)",
         type(prefill).__name__, type(decode).__name__, workspace_bytes(runner) / 2**30, level=20,
@@ -355,9 +383,25 @@ def build(registry: Any, known: Facts, wrapped: Any, instance: Any, args: tuple,
     return wrapped(runner, router)
 
 
-def serve(decode: Any, layers_seen: bool) -> None:
-    """Mark an AiterAttnBackend as one whose decode calls this capability looks after."""
-    decode._sglang_aiter_ext_layers_seen = layers_seen
+def put_right(registry: Any, runner: Any, full: Any, known: Facts) -> bool:
+    """Whether the decode calls of a user's own AITER backend can be given the layers' own figures."""
+    pool = runner.token_to_kv_pool
+    layers = full_layers(runner, hybrid_config(registry, runner)) or ()
+    if uses_unified(pool) or (not known.reads_fp8 and runner.kv_cache_dtype.itemsize == 1):
+        return False
+    if any(layer_problem(layer, False) for layer in layers):
+        return False
+    serve(getattr(full, "decode_backend", full), runner, layers_seen=True, routed=False)
+    return True
+
+
+def serve(decode: Any, runner: Any, layers_seen: bool, routed: bool = True) -> None:
+    """Mark an AiterAttnBackend as one whose decode calls this capability looks after.
+
+    `layers_seen` says that the model's layers were looked at; where decode was `routed` to it,
+    arguments that it does not take are this capability's business too.
+    """
+    decode._sglang_aiter_ext_serves = (layers_seen, routed, runner.kv_cache_dtype.itemsize == 1)
 
 
 #: (layer, whether its cache is fp8) of a full-attention layer that decodes through AITER.
@@ -368,19 +412,19 @@ def forward_decode(known: Facts, wrapped: Any, instance: Any, args: tuple, kwarg
     """Around `HybridLinearAttnBackend.forward_decode`; linear layers pass through untouched."""
     full = instance.full_attn_backend
     decode = full.__dict__.get("decode_backend", full)
-    layers_seen = decode.__dict__.get("_sglang_aiter_ext_layers_seen")
-    if layers_seen is None:
+    serves = decode.__dict__.get("_sglang_aiter_ext_serves")
+    if serves is None:
         return wrapped(*args, **kwargs)
+    layers_seen, routed, fp8 = serves
     layer = args[known.layer_at] if len(args) > known.layer_at else kwargs.get("layer")
     if layer is None or layer.layer_id not in instance.full_attn_layers:
         return wrapped(*args, **kwargs)
-    if not known.own.issuperset(kwargs):
+    if routed and not known.own.issuperset(kwargs):
         kwargs = filtered(known, decode, kwargs)
     if not layers_seen:
         problem = layer_problem(layer, unified(decode))
         if problem is not None:
             raise DecodeError(f"layer {layer.layer_id} has {problem}, which AITER's decode kernel lacks: {OFF}")
-    fp8 = decode.kv_cache_dtype.itemsize == 1
     if fp8 and known.writes_at_unit_scale and not unit_scales(layer):
         args, kwargs = (), scaled(known, layer, args, kwargs)
     count(NAME, "decode")
@@ -447,12 +491,22 @@ CAPABILITY = Capability(
     needs=(
         Needs(REGISTRY, "attn_backend_wrapper", ("runner", "full_attn_backend")),
         Needs(REGISTRY, "create_aiter_backend", ("runner",)),
-        Needs(LINEAR, "HybridLinearAttnBackend.__init__", ("full_attn_backend", "linear_attn_backend", "full_attn_layers")),
+        Needs(
+            LINEAR, "HybridLinearAttnBackend.__init__", ("full_attn_backend", "linear_attn_backend", "full_attn_layers"),
+            mentions=("full_attn_backend", "full_attn_layers"),
+        ),
         Needs(LINEAR, "HybridLinearAttnBackend.forward_decode", ("layer", "forward_batch", "save_kv_cache", "q", "k", "v", "**kwargs")),
-        Needs(ROUTER, "HybridAttnBackend.__init__", ("model_runner", "prefill_backend", "decode_backend")),
+        Needs(
+            ROUTER, "HybridAttnBackend.__init__", ("model_runner", "prefill_backend", "decode_backend"),
+            mentions=("prefill_backend", "decode_backend"),
+        ),
         Needs(ROUTER, "HybridAttnBackend._select_backend", ("forward_mode",)),
         Needs(ROUTER, "HybridAttnBackend.forward_decode", ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")),
-        Needs(BACKEND, "AiterAttnBackend.forward_decode", ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")),
+        Needs(
+            BACKEND, "AiterAttnBackend.forward_decode", ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
+            mentions=("workspace_buffer",),
+        ),
+        Needs(BACKEND, "AiterAttnBackend.__init__", mentions=("workspace_buffer", "max_context_len")),
         Needs(BACKEND, "AiterAttnBackend.init_cuda_graph_state", ("max_bs", "max_num_tokens", "kv_indices_buf")),
     ),
     probe=probe,

@@ -13,11 +13,12 @@ from typing import Any
 
 from .. import activation
 from ..bootstrap import ATTENTION
-from ..capability import APPLY, NOT_APPLICABLE, UPSTREAM, Capability, Needs, Verdict
+from ..capability import APPLY, NOT_APPLICABLE, UPSTREAM, Capability, Needs, Unsupported, Verdict
 from ..counting import count
 from ..installed import Release, calls
 from ..layers import bind_extend
 from ..settings import ASM
+from .asm_context_prefill import asm_calls
 
 NAME = "gather_reuse"
 BACKEND = "srt.layers.attention.aiter_backend"
@@ -31,6 +32,8 @@ def probe(release: Release) -> Verdict:
         return Verdict(APPLY, f"forward_extend calls {BUILDER} at every layer")
     if source.function("AiterAttnBackend._asm_context_prefill_indices") is not None:
         return Verdict(UPSTREAM, "forward_extend takes the slots from _asm_context_prefill_indices, once a batch")
+    if asm_calls(release)[True]:
+        raise Unsupported("forward_extend works out the slots for its ASM branch in a way that is not known here")
     return Verdict(NOT_APPLICABLE, "forward_extend has no ASM branch for batches with a prefix")
 
 
@@ -40,7 +43,7 @@ _scope = activation.Scope()
 
 def forward_extend(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
     try:
-        _, _, batch, _, _ = bind_extend(*args, **kwargs)
+        _, _, _, batch, _ = bind_extend(*args, **kwargs)
     except TypeError:
         return wrapped(*args, **kwargs)
     return _scope.call((instance.forward_metadata, batch), wrapped, args, kwargs)
@@ -79,7 +82,7 @@ CAPABILITY = Capability(
     switch=ASM,
     targets=(f"{ATTENTION}.aiter_backend",),
     kernels=(),
-    needs=(Needs(BACKEND, "AiterAttnBackend.forward_extend", ("layer", "forward_batch")),),
+    needs=(Needs(BACKEND, "AiterAttnBackend.forward_extend", leading=("q", "k", "v", "layer", "forward_batch"), mentions=("forward_metadata",)),),
     probe=probe,
     install=install,
 )

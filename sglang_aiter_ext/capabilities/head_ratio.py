@@ -15,7 +15,7 @@ from .. import activation
 from ..bootstrap import ATTENTION
 from ..capability import APPLY, NOT_APPLICABLE, UPSTREAM, Capability, Needs, Unsupported, Verdict
 from ..counting import count, log_once
-from ..installed import Release, calls, enclosing_tests
+from ..installed import Release, calls, enclosing_tests, mentions
 from ..layers import bind_extend, covered_ratio
 
 NAME = "head_ratio"
@@ -26,8 +26,10 @@ KERNEL = "flash_attn_varlen_fp8_pertensor_func"
 def probe(release: Release) -> Verdict:
     extend = release.source(BACKEND).function("AiterAttnBackend.forward_extend")
     asm = calls(extend, KERNEL)
-    if not asm:
+    if not asm and not mentions(extend, "is_gfx95_supported"):
         return Verdict(NOT_APPLICABLE, "forward_extend makes no ASM call of its own")
+    if not asm:
+        raise Unsupported(f"forward_extend asks is_gfx95_supported() and does not call {KERNEL}")
     conditions = [" and ".join(ast.unparse(test) for test in enclosing_tests(extend, call)) for call in asm]
     unguarded = [words for words in conditions if "supports_gqa" not in words]
     if not unguarded:
@@ -43,7 +45,7 @@ _scope = activation.Scope()
 
 def forward_extend(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
     try:
-        _, layer, _, _, _ = bind_extend(*args, **kwargs)
+        _, _, layer, _, _ = bind_extend(*args, **kwargs)
     except TypeError:
         return wrapped(*args, **kwargs)
     if instance.use_mla or covered_ratio(layer):
@@ -75,7 +77,7 @@ CAPABILITY = Capability(
     switch=None,
     targets=(f"{ATTENTION}.aiter_backend",),
     kernels=(),
-    needs=(Needs(BACKEND, "AiterAttnBackend.forward_extend", ("layer", "forward_batch")),),
+    needs=(Needs(BACKEND, "AiterAttnBackend.forward_extend", leading=("q", "k", "v", "layer", "forward_batch"), mentions=("use_mla",)),),
     probe=probe,
     install=install,
 )

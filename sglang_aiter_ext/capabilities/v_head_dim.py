@@ -35,7 +35,7 @@ def wrapper(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
     pool = getattr(runner, "token_to_kv_pool", None)
     if not hasattr(pool, "get_v_head_dim"):
         return wrapped(*args, **kwargs)
-    original = pool.get_value_buffer
+    original, own = pool.get_value_buffer, "get_value_buffer" in vars(pool)
 
     def get_value_buffer(layer_id: int) -> Any:
         try:
@@ -52,8 +52,11 @@ def wrapper(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
     try:
         return wrapped(*args, **kwargs)
     finally:
-        # The class's own method shows again.
-        del pool.get_value_buffer
+        if own:
+            pool.get_value_buffer = original
+        else:
+            # The class's method shows again.
+            del pool.get_value_buffer
 
 
 def install(module: ModuleType) -> None:

@@ -110,6 +110,14 @@ def wrong_gpu() -> dict:
     return out
 
 
+def depth(function) -> int:
+    """How many wrappers lie around a function."""
+    count = 0
+    while hasattr(function, "__wrapped__"):
+        function, count = function.__wrapped__, count + 1
+    return count
+
+
 def states() -> dict:
     """What the variables of this process make of the capabilities, at import and at build."""
     out = {}
@@ -121,9 +129,9 @@ def states() -> dict:
     except Exception as error:
         return {"import_error": f"{type(error).__name__}: {error}", "logs": LOGS.take()}
     out["wrapped"] = {
-        "attn_backend_wrapper": hasattr(registry.attn_backend_wrapper, "__wrapped__"),
-        "forward_decode": hasattr(hybrid.HybridLinearAttnBackend.__dict__["forward_decode"], "__wrapped__"),
-        "forward_extend": hasattr(aiter_backend.AiterAttnBackend.__dict__["forward_extend"], "__wrapped__"),
+        "attn_backend_wrapper": depth(registry.attn_backend_wrapper),
+        "forward_decode": depth(hybrid.HybridLinearAttnBackend.__dict__["forward_decode"]),
+        "forward_extend": depth(aiter_backend.AiterAttnBackend.__dict__["forward_extend"]),
     }
     out["imported"] = sorted(name for name in sys.modules if name.partition(".")[0] in ("sglang_aiter_ext", "wrapt"))
     out["logs"] = LOGS.take()
@@ -154,18 +162,21 @@ def late() -> dict:
 
     for _ in range(3):
         sglang_aiter_ext.activate()
-    layers = 0
-    function = registry.attn_backend_wrapper
-    while hasattr(function, "__wrapped__"):
-        function, layers = function.__wrapped__, layers + 1
+    layers = depth(registry.attn_backend_wrapper)
     stack = harness.Stack(backend="triton")
     stack.grow({1: 9})
     with Trace() as trace:
         stack.decode([1])
+    import importlib
+
+    supported = sum(hasattr(vars(m).get("is_gfx95_supported"), "__wrapped__") for n, m in list(sys.modules.items()) if n.startswith("sglang."))
+
+    once = depth(aiter_backend.AiterAttnBackend.__dict__["forward_extend"])
+    importlib.reload(aiter_backend)
     return {
-        "original": before is function, "layers": layers, "alias": user.attn_backend_wrapper is registry.attn_backend_wrapper,
+        "supported": supported, "reloaded": depth(aiter_backend.AiterAttnBackend.__dict__["forward_extend"]) == once,
+        "original": before is registry.attn_backend_wrapper.__wrapped__, "layers": layers, "alias": user.attn_backend_wrapper is registry.attn_backend_wrapper,
         "built": type(stack.backend.full_attn_backend).__name__, "kernels": trace.kernels,
-        "extend_layers": hasattr(aiter_backend.AiterAttnBackend.__dict__["forward_extend"].__wrapped__, "__wrapped__"),
     }  # fmt: skip
 
 

@@ -66,15 +66,13 @@ def attributes() -> dict:
     router = stack.backend.full_attn_backend
     chosen = getattr(router, "prefill_backend", router)
     missing = [name for name in dir(chosen) if not hasattr(router, name)]
-    import pickle
-
     try:
         router.no_such_attribute
         absent = "found"
     except AttributeError:
         absent = "AttributeError"
     return {"missing": missing, "absent": absent, "hasattr": hasattr(router, "no_such_attribute"),
-            "name": type(router).__name__, "pickle": pickle is not None}  # fmt: skip
+            "name": type(router).__name__}  # fmt: skip
 
 
 def left_alone() -> dict:
@@ -97,6 +95,14 @@ def left_alone() -> dict:
 
     case("routed")
     case("aiter_already", backend="aiter")
+    stack = harness.Stack(backend="aiter", k_scale=0.5, v_scale=2.0, scaling=0.03)
+    stack.grow({1: 20})
+    out["own_aiter"] = {"error": stack.decode([1]).error(), "counters": counters().get("decode_pa")}
+    try:
+        stack.decode([1], sinks=torch.zeros(stack.q_heads))
+        out["own_aiter"]["sinks"] = "as without us"
+    except Exception as error:
+        out["own_aiter"]["sinks"] = f"{type(error).__name__}: {error}"
     case("draft_worker", lambda s: s.runner.__dict__.update(is_draft_worker=True))
     case("sliding_window", layers(sliding_window_size=64))
     case("cross_attention", layers(is_cross_attention=True))
@@ -132,12 +138,34 @@ def two_backends() -> dict:
 def workspaces() -> dict:
     """Several backends of one runner share one decode workspace."""
     stack = harness.Stack(backend="triton")
+    sizes, empty = [], torch.empty
+
+    def counting(*shape, **options):
+        alive = [b for b in stack.runner._sglang_aiter_ext_backends if b.workspace_buffer is not None]
+        if options.get("dtype") is torch.uint8:
+            sizes.append(len(alive))
+        return empty(*shape, **options)
+
+    torch.empty = counting
     others = [stack.build_backend() for _ in range(2)]
+    torch.empty = empty
     buffers = [b.full_attn_backend.decode_backend.workspace_buffer for b in (stack.backend, *others)]
     from sglang_aiter_ext.capabilities import decode_pa
 
-    return {"storages": len({b.data_ptr() for b in buffers}), "bytes": buffers[0].numel(),
+    mixed = harness.Stack(backend="triton", prefill_backend="aiter", decode_backend="triton")
+    own = {b.data_ptr() for b in workspaces_of(mixed.backend)}
+    mixed.grow({1: 20})
+    result = mixed.decode([1])
+    return {"alive_while_allocating": sizes, "prefill_aiter": len(own), "prefill_aiter_error": result.error(), "storages": len({b.data_ptr() for b in buffers}), "bytes": buffers[0].numel(),
             "expected": decode_pa.workspace_bytes(stack.runner)}  # fmt: skip
+
+
+def workspaces_of(backend):
+    if hasattr(backend, "workspace_buffer") and "workspace_buffer" in vars(backend):
+        yield backend.workspace_buffer
+    for name in ("full_attn_backend", "prefill_backend", "decode_backend"):
+        if name in vars(backend):
+            yield from workspaces_of(vars(backend)[name])
 
 
 def memory() -> dict:

@@ -164,6 +164,71 @@ def guards() -> dict:
     return out
 
 
+def declined_first_chunks() -> dict:
+    """First chunks at scales other than 1 that the ASM kernel does not serve: kernels, counters and errors."""
+    from sglang_aiter_ext.kernels import gather_kv
+
+    out = {}
+
+    def case(name, lengths, mode=None, before=lambda: None, after=lambda: None, **stack_options):
+        stack = harness.Stack(k_scale=0.5, v_scale=2.0, **stack_options)
+        forget()
+        before()
+        with Trace() as trace:
+            stack.run(lengths, mode)
+        after()
+        out[name] = {"kernels": trace.kernels, "counters": counters().get("asm_context_prefill")}
+
+    def no_memory(*args):
+        raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+
+    def broken(name, arguments):
+        if name == "flash_attn_varlen_fp8_pertensor_func":
+            raise RuntimeError("HIP error: invalid configuration")
+
+    kept = gather_kv.gather_kv
+    case("zero_length_request", {1: 5, 2: 0})
+    case("table_ambiguous", {1: 1, 2: 1, 3: 1})
+    case("forward_mode", {1: 5, 2: 8}, "MIXED")
+    case("out_of_memory", {1: 9}, None, lambda: setattr(gather_kv, "gather_kv", no_memory), lambda: setattr(gather_kv, "gather_kv", kept), layers=8, full_interval=2)
+    case("kernel_error", {1: 9}, None, lambda: aiter.BEFORE_CALL.insert(0, broken), lambda: aiter.BEFORE_CALL.remove(broken), layers=8, full_interval=2)
+    return out
+
+
+def odd_batches() -> dict:
+    """Host lengths as tensors or missing, one token, no saved K/V, shared K/V, scales of every form, padded queries."""
+    out = {}
+
+    def case(name, lengths, stack, **options):
+        forget()
+        with Trace() as trace:
+            result = stack.extend(lengths, **options)
+        out[name] = {"kernels": trace.kernels, "fp8_error": result.error(fp8_queries=True), "counters": counters().get("asm_context_prefill")}
+
+    def grown(lengths, **options):
+        stack = harness.Stack(**options)
+        stack.grow(lengths)
+        return stack
+
+    def tensors(stack, batch):
+        batch.extend_prefix_lens_cpu = torch.tensor(batch.extend_prefix_lens_cpu)
+        batch.extend_seq_lens_cpu = torch.tensor(batch.extend_seq_lens_cpu)
+
+    case("tensor_lengths", {1: 5, 2: 7}, grown({1: 20, 2: 9}), tamper=tensors)
+    case("no_prefix_lengths", {1: 5, 2: 7}, grown({1: 20, 2: 9}), tamper=lambda s, b: setattr(b, "extend_prefix_lens_cpu", None))
+    case("one_token", {1: 1}, grown({}))
+    for name, k_scale, v_scale in (("only_k", 0.5, None), ("only_v", None, 2.0)):
+        case(name, {1: 5, 2: 7}, grown({1: 20}, k_scale=k_scale, v_scale=v_scale))
+    stack = grown({1: 20}, k_scale=0.5, v_scale=2.0)
+    for layer in stack.layers.values():
+        layer.k_scale.data, layer.v_scale.data = layer.k_scale.data.double().reshape(1), layer.v_scale.data.bfloat16()
+        layer.k_scale_float = layer.v_scale_float = None
+    case("scale_forms", {1: 5, 2: 7}, stack)
+    for layer in stack.layers.values():
+        layer.k_scale.data = torch.full((2,), 0.5)
+    return out
+
+
 def first_chunk_branch() -> dict:
     """A first chunk at unit scale and at others."""
     out = {}

@@ -216,6 +216,21 @@ def plan_for(backend: Any, batch: Any, q_rows: int) -> Plan:
     return plan
 
 
+def check_call(layer: Any, plan: Plan, args: tuple, kwargs: dict) -> Decline | None:
+    """Why the arguments of the paged call do not fit the plan, or the ASM kernel."""
+    import torch
+
+    if len(args) != 8 or args[5] is not plan.table:
+        return "table_mismatch", "the paged kernel was given another table than the metadata's"
+    for cache in args[1:3]:
+        if cache.shape[-2:] != (layer.tp_k_head_num, HEAD_DIM) or cache.dtype != torch.float8_e4m3fn or not cache.is_contiguous():
+            return "pool_layout", f"a cache buffer is {tuple(cache.shape)} {cache.dtype}, strides {cache.stride()}"
+    for name in ("k_descale", "v_descale"):
+        if kwargs.get(name) is not None and kwargs[name].numel() != 1:
+            return "scale_shape", f"{name} has {kwargs[name].numel()} values, not one"
+    return None
+
+
 def report(decline: Decline, backend: Any, layer: Any, batch: Any) -> None:
     """Count a call that the paged kernel serves, and log its reason the first time."""
     reason, detail = decline
@@ -261,7 +276,7 @@ def install(module: ModuleType) -> None:
             q, k, layer, batch, sinks = bind_extend(*args, **kwargs)
         except TypeError:
             return wrapped(*args, **kwargs)
-        prefix = batch.extend_prefix_lens_cpu
+        prefix = getattr(batch, "extend_prefix_lens_cpu", None)
         first_chunk = has_first_chunk and prefix is not None and not any(prefix) and module.is_gfx95_supported()
         if first_chunk and k is not None and unit_scales(layer):
             # The release's own branch for a first chunk, right at unit scale.
@@ -291,31 +306,20 @@ def install(module: ModuleType) -> None:
         backend, q, layer, plan = _scope.value or (None,) * 4
         if plan is None:
             return wrapped(*args, **kwargs)
-        decline = check_call(layer, plan, args, kwargs)
-        if decline is None:
-            try:
+        try:
+            decline = check_call(layer, plan, args, kwargs)
+            if decline is None:
                 output = attend(q, layer, plan, args, kwargs)
                 count(NAME, "asm")
                 return output
-            except out_of_memory as error:
-                decline = "out_of_memory", f"no memory for {plan.slots.shape[0]} gathered tokens: {error}"
-            except Exception as error:
-                decline = "kernel_error", f"{type(error).__name__}: {error}"
+        except out_of_memory as error:
+            decline = "out_of_memory", f"no memory for {plan.slots.shape[0]} gathered tokens: {error}"
+        except Exception as error:
+            decline = "kernel_error", f"{type(error).__name__}: {error}"
         # All further layers of the batch stay on the paged kernel too.
         plan.decline = decline
         report(decline, backend, layer, plan.batch())
         return wrapped(*args, **kwargs)
-
-    def check_call(layer: Any, plan: Plan, args: tuple, kwargs: dict) -> Decline | None:
-        if len(args) != 8 or args[5] is not plan.table:
-            return "table_mismatch", "the paged kernel was given another table than the metadata's"
-        for cache in args[1:3]:
-            if cache.shape[-2:] != (layer.tp_k_head_num, HEAD_DIM) or cache.dtype != torch.float8_e4m3fn or not cache.is_contiguous():
-                return "pool_layout", f"a cache buffer is {tuple(cache.shape)} {cache.dtype}, strides {cache.stride()}"
-        for name in ("k_descale", "v_descale"):
-            if kwargs.get(name) is not None and kwargs[name].numel() != 1:
-                return "scale_shape", f"{name} has {kwargs[name].numel()} values, not one"
-        return None
 
     def attend(q: Any, layer: Any, plan: Plan, args: tuple, kwargs: dict) -> Any:
         _, k_cache, v_cache, cu_seqlens_q, kv_indptr, _, max_seqlen_q, max_seqlen_k = args

@@ -172,10 +172,16 @@ def leave_alone(registry: Any, runner: Any, full: Any, known: Facts) -> tuple[st
             return "layer", f"layer {layer.layer_id} has {problem}, which the decode kernel lacks"
         if fp8 and not unit_scales(layer) and not writes_scaled(getattr(full, "prefill_backend", full)):
             return "kv_scales", f"layer {layer.layer_id} has K/V scales that {type(full).__name__} does not apply to the cache"
-    sinks = [name for name, _ in getattr(runner.model, "named_parameters", list)() if "sink" in name.rpartition(".")[2]] if getattr(runner, "model", None) is not None else []
-    if sinks:
-        return "sinks", f"the model has attention sinks ({sinks[0]}), which the decode kernel lacks"
+    sinks = sink_parameter(getattr(runner, "model", None))
+    if sinks is not None:
+        return "sinks", f"the model has attention sinks ({sinks}), which the decode kernel lacks"
     return None
+
+
+def sink_parameter(model: Any) -> str | None:
+    """The name of a parameter that holds attention sinks, which models pass as an argument of each call."""
+    parameters = getattr(model, "named_parameters", list)()
+    return next((name for name, _ in parameters if "sink" in name.rpartition(".")[2]), None)
 
 
 def writes_scaled(backend: Any) -> bool:
@@ -281,11 +287,9 @@ def with_shared_workspace(runner: Any, build: Callable[[], Any]) -> Any:
     is let go before the next is built, so that there is never a second one, not even for a moment.
     """
     others = runner.__dict__.setdefault("_sglang_aiter_ext_backends", weakref.WeakSet())
-    kept = next((b.workspace_buffer for b in others), None)
-    size = None if kept is None else kept.shape
+    size = next((backend.workspace_buffer.shape for backend in others), None)
     for backend in others:
         backend.workspace_buffer = None
-    kept = None
     decode = build()
     workspace = getattr(decode, "workspace_buffer", None)
     if workspace is not None:

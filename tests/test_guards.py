@@ -1,0 +1,136 @@
+"""The decisions of asm_context_prefill one condition at a time, those too that no whole batch here can reach."""
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from sglang_aiter_ext.capabilities import asm_context_prefill as asm  # noqa: E402
+
+FP8 = torch.float8_e4m3fn
+
+
+class Batch(SimpleNamespace):
+    """What a ForwardBatch says of itself."""
+
+
+def layer(**changed):
+    fields = dict(qk_head_dim=256, v_head_dim=256, sliding_window_size=-1, logit_cap=0.0, is_cross_attention=False,
+                  tp_q_head_num=8, tp_k_head_num=2, tp_v_head_num=2, k_scale=None, v_scale=None)  # fmt: skip
+    return SimpleNamespace(**{**fields, **changed})
+
+
+def backend(**changed):
+    fields = dict(kv_cache_dtype=FP8, input_dtype=torch.bfloat16, use_mla=False, page_size=16, token_to_kv_pool=SimpleNamespace())
+    return SimpleNamespace(**{**fields, **changed})
+
+
+QUERIES = torch.zeros(12, 2048, dtype=torch.bfloat16)
+EXTEND = Batch(forward_mode=SimpleNamespace(name="EXTEND"))
+
+
+def test_a_layer_the_kernel_covers():
+    assert asm.check_layer(backend(), QUERIES, layer(), EXTEND, None) is None
+
+
+LAYERS = {
+    "mla": (dict(use_mla=True), {}), "activation_dtype": (dict(input_dtype=torch.float16), {}),
+    "kv_cache_dtype": (dict(kv_cache_dtype=torch.float8_e5m2), {}), "vectorized_5d": (dict(kv_cache_is_vectorized_5d=True), {}),
+    "head_dim": ({}, dict(v_head_dim=128)), "kv_heads": ({}, dict(tp_v_head_num=1)), "head_ratio": ({}, dict(tp_q_head_num=12)),
+    "soft_cap": ({}, dict(logit_cap=50.0)), "sliding_window": ({}, dict(sliding_window_size=0)),
+    "attention_type": ({}, dict(is_cross_attention=True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", LAYERS)
+def test_each_condition_of_a_layer(reason):
+    of_backend, of_layer = LAYERS[reason]
+    found, detail = asm.check_layer(backend(**of_backend), QUERIES, layer(**of_layer), EXTEND, None)
+    assert found == reason and detail
+
+
+@pytest.mark.parametrize("heads, kv_heads, covered", [(8, 8, 1), (8, 4, 1), (16, 1, 1), (32, 2, 1), (24, 4, 0), (32, 1, 0), (3, 1, 0), (7, 2, 0)])
+def test_head_ratios(heads, kv_heads, covered):
+    found = asm.check_layer(backend(), QUERIES, layer(tp_q_head_num=heads, tp_k_head_num=kv_heads, tp_v_head_num=kv_heads), EXTEND, None)
+    assert (found is None) == bool(covered)
+
+
+def plan(prefix, extend, *, rows=None, entries=None, padding=256, page=16, dtype=torch.int32, **changed):
+    total = [p + e for p, e in zip(prefix, extend)]
+    tokens = sum(total)
+    table = torch.arange(tokens + padding if entries is None else entries).to(dtype)
+    metadata = SimpleNamespace(kv_indices=table, kv_indptr=torch.tensor([0, *total]).cumsum(0).to(torch.int32),
+                               max_q_len=max(extend, default=0), max_kv_len=max(total, default=0))  # fmt: skip
+    fields = dict(extend_prefix_lens_cpu=prefix, extend_seq_lens_cpu=extend, seq_lens_cpu=torch.tensor(total), batch_size=len(total))
+    batch = Batch(**{**fields, **changed})
+    return asm.plan_batch(backend(forward_metadata=metadata, page_size=page), batch, sum(extend) if rows is None else rows)
+
+
+def reason(made):
+    return made.decline and made.decline[0]
+
+
+def test_a_plan_takes_the_tokens_and_leaves_the_padding():
+    for padding in (0, 256):
+        made = plan([40, 3], [6, 20], padding=padding)
+        assert made.decline is None and made.slots.tolist() == list(range(69)) and made.cu_seqlens_k is None
+    # Queries may be padded past the last request.
+    assert reason(plan([40], [6], rows=8)) is None
+
+
+@pytest.mark.parametrize("page", [2, 16, 64])
+def test_a_table_of_pages_is_expanded_whatever_its_padding(page):
+    lengths = [2 * page + 1, page, 5 * page - 1]
+    pages = sum(-(-n // page) for n in lengths)
+    for padding in (0, 256):
+        made = plan([0, 0, 0], lengths, entries=pages + padding, page=page)
+        assert made.decline is None
+        expected, start = [], 0
+        for n in lengths:
+            expected += [(start + i // page) * page + i % page for i in range(n)]
+            start += -(-n // page)
+        assert made.slots.tolist() == expected
+        assert made.cu_seqlens_k.tolist() == [0, *torch.tensor(lengths).cumsum(0).tolist()]
+
+
+def test_each_condition_of_a_batch():
+    assert reason(plan([], [])) == "no_tokens"
+    assert reason(plan([4], [2], rows=0)) == "no_tokens"
+    assert reason(plan([4, 0], [2, 0])) == "zero_length_request"
+    assert reason(plan([4, 9], [2, 0])) == "zero_length_request"
+    for missing in ("extend_prefix_lens_cpu", "extend_seq_lens_cpu", "seq_lens_cpu"):
+        assert reason(plan([4], [2], **{missing: None})) == "no_host_lengths"
+    assert reason(plan([4], [2], rows=1)) == "lengths_mismatch"
+    assert reason(plan([4], [2], batch_size=2)) == "lengths_mismatch"
+    assert reason(plan([4], [2], seq_lens_cpu=[7])) == "lengths_mismatch"
+    assert reason(plan([4], [2], extend_seq_lens_cpu=[2, 1])) == "lengths_mismatch"
+    assert reason(plan([4], [20], entries=23)) == "table_mismatch"
+    assert reason(plan([4], [20], dtype=torch.int64)) == "table_mismatch"
+    # One token a request: tokens and pages are as many.
+    assert reason(plan([0, 0], [1, 1])) == "table_ambiguous"
+    assert reason(plan([0, 0], [1, 1], page=1)) is None
+    # 512 tokens in pages of 2, and 256 pages with their padding.
+    assert reason(plan([0], [512], entries=512, page=2)) == "table_ambiguous"
+
+
+def test_each_condition_of_the_paged_call():
+    made = plan([4], [2])
+    cache = torch.zeros(64, 2, 256, dtype=torch.uint8).view(FP8)
+    arguments = [QUERIES, cache, cache, None, None, made.table, 2, 6]
+    scale = torch.ones(1)
+
+    def check(position=None, value=None, **scales):
+        given = list(arguments)
+        if position is not None:
+            given[position] = value
+        found = asm.check_call(layer(), made, tuple(given), {"k_descale": scale, "v_descale": scale, **scales})
+        return found and found[0]
+
+    assert check() is None and check(k_descale=None) is None
+    assert check(5, made.table.clone()) == "table_mismatch"
+    assert check(1, cache.view(torch.uint8)) == "pool_layout"
+    assert check(2, cache.view(32, 2, 2, 256)) is None
+    assert check(2, cache[:, :1]) == "pool_layout"
+    assert check(1, torch.zeros(64, 4, 256, dtype=torch.uint8).view(FP8)[:, ::2]) == "pool_layout"
+    assert check(k_descale=torch.ones(2)) == check(v_descale=torch.ones(2)) == "scale_shape"
+    assert asm.check_call(layer(), made, tuple(arguments[:7]), {})[0] == "table_mismatch"

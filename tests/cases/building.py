@@ -195,3 +195,32 @@ def _in_spawned() -> dict:
 
     out["wrapped"] = hasattr(registry.attn_backend_wrapper, "__wrapped__")
     return out
+
+
+def plugin() -> dict:
+    """SGLang's own plugin loader, before its attention code is imported."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    return _loaded()
+
+
+def plugin_late() -> dict:
+    """SGLang's own plugin loader, when the target modules and their users are imported already."""
+    import sglang.srt.layers.attention.aiter_backend
+    import sglang.srt.layers.attention.attention_registry
+    import sglang.srt.layers.attention.hybrid_linear_attn_backend
+    import sglang.srt.model_executor.model_runner  # noqa: F401
+
+    return plugin()
+
+
+def _loaded() -> dict:
+    import sglang.srt.layers.attention.attention_registry as registry
+    import sglang_aiter_ext
+
+    stack = harness.Stack(backend="triton")
+    return {
+        "layers": depth(registry.attn_backend_wrapper), "from": "site" in sglang_aiter_ext.__file__,
+        "built": type(stack.backend.full_attn_backend).__name__,
+    }  # fmt: skip

@@ -18,11 +18,20 @@ def lacks(name: str) -> str | None:
         return None
     import environment
 
-    return None if environment.place("sglang", environment.DEMO).is_dir() else "SGLang is not installed for the tests; run `make environment`"
+    return (
+        None
+        if environment.place("sglang", environment.DEMO).is_dir()
+        else "SGLang is not installed for the tests; run `make environment`"
+    )
 
 
 def where() -> dict:
-    return {"cpu": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
+    return {
+        "cpu": platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def host(quick: bool) -> dict:

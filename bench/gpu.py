@@ -26,7 +26,12 @@ def where() -> dict:
     import torch
     import triton
 
-    return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "date": time.strftime("%Y-%m-%d")}
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def make_batch(tokens: int, heads: int, page: int, requests: int, head_dim: int = 256):
@@ -36,7 +41,12 @@ def make_batch(tokens: int, heads: int, page: int, requests: int, head_dim: int 
     lengths = [tokens // requests + (i < tokens % requests) for i in range(requests)]
     pages = [-(-n // page) for n in lengths]
     total_pages = sum(pages) + max(64, sum(pages) // 4)
-    pool = [torch.randint(0, 120, (total_pages * page, heads, head_dim), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn) for _ in "kv"]
+    pool = [
+        torch.randint(0, 120, (total_pages * page, heads, head_dim), dtype=torch.uint8, device="cuda").view(
+            torch.float8_e4m3fn
+        )
+        for _ in "kv"
+    ]
     order = torch.randperm(total_pages)[: sum(pages)]
     slots, start = [], 0
     for length, count in zip(lengths, pages):
@@ -52,7 +62,10 @@ def select(batch, index):
     """Two uint8 index_select with ready indices, as SGLang 0.5.21 and later do."""
     import torch
 
-    return tuple(x.view(x.shape[0], -1).view(torch.uint8).index_select(0, index).view(x.dtype).view(-1, *x.shape[1:]) for x in (batch.k, batch.v))
+    return tuple(
+        x.view(x.shape[0], -1).view(torch.uint8).index_select(0, index).view(x.dtype).view(-1, *x.shape[1:])
+        for x in (batch.k, batch.v)
+    )
 
 
 def rebuilt_index(batch):
@@ -153,7 +166,9 @@ def plan(batch):
 
     longest = max(batch.lengths)
     metadata = SimpleNamespace(kv_indices=batch.table, kv_indptr=batch.indptr, max_q_len=longest, max_kv_len=longest)
-    return asm_context_prefill.plan_batch(SimpleNamespace(forward_metadata=metadata, page_size=batch.page), Batch(), batch.tokens)
+    return asm_context_prefill.plan_batch(
+        SimpleNamespace(forward_metadata=metadata, page_size=batch.page), Batch(), batch.tokens
+    )
 
 
 def batch(quick: bool) -> dict:
@@ -180,7 +195,11 @@ def batch(quick: bool) -> dict:
             select(data, rebuilt_index(data))
 
     result = {}
-    for name, run in (("ours", ours), ("indices once (0.5.21)", once), ("indices at every layer (0.5.19)", every_layer)):
+    for name, run in (
+        ("ours", ours),
+        ("indices once (0.5.21)", once),
+        ("indices at every layer (0.5.19)", every_layer),
+    ):
         run()
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("warn")
@@ -204,13 +223,24 @@ def markdown(name: str, result: dict) -> str:
     at = result["where"]
     lines = [f"{at['gpu']}, torch {at['torch']}, triton {at['triton']}, {at['date']}.", ""]
     if name == "gather":
-        lines += ["| tokens | KV heads | page | requests | ours µs (GB/s) | index_select, ready | index build + index_select | copy | ours / copy | index_select / ours |", "| --: " * 10 + "|"]
+        lines += [
+            "| tokens | KV heads | page | requests | ours µs (GB/s) | index_select, ready | index build + index_select | copy | ours / copy | index_select / ours |",
+            "| --: " * 10 + "|",
+        ]
         for row in result["rows"]:
             us, gbs = row["us"], row["gbs"]
             cells = " | ".join(f"{us[n]:.1f} ({gbs[n]:.0f})" for n in ("ours", "index_select", "rebuilt", "copy"))
-            lines.append(f"| {row['tokens']} | {row['heads']} | {row['page']} | {row['requests']} | {cells} | {us['ours'] / us['copy']:.2f} | {us['index_select'] / us['ours']:.2f} |")
+            lines.append(
+                f"| {row['tokens']} | {row['heads']} | {row['page']} | {row['requests']} | {cells} | {us['ours'] / us['copy']:.2f} | {us['index_select'] / us['ours']:.2f} |"
+            )
     else:
         ours = result["rows"]["ours"]["us"]
-        lines += [f"| {LAYERS} layers, 70,000 tokens | wall µs | synchronisations | over ours |", "| --- | --: | --: | --: |"]
-        lines += [f"| {who} | {row['us']:.0f} | {row['syncs']} | {row['us'] / ours:.1f} |" for who, row in result["rows"].items()]
+        lines += [
+            f"| {LAYERS} layers, 70,000 tokens | wall µs | synchronisations | over ours |",
+            "| --- | --: | --: | --: |",
+        ]
+        lines += [
+            f"| {who} | {row['us']:.0f} | {row['syncs']} | {row['us'] / ours:.1f} |"
+            for who, row in result["rows"].items()
+        ]
     return "\n".join(lines)

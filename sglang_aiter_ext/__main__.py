@@ -55,7 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     runner = commands.add_parser("run", help="run a command with the extension active: run -- CMD ...")
     runner.add_argument("cmd", nargs=argparse.REMAINDER, metavar="-- CMD ...")
     doctor = commands.add_parser("doctor", help="what is installed, and what each capability makes of it")
-    doctor.add_argument("--sglang-path", metavar="DIR", help="an unpacked SGLang instead of the one this Python imports")
+    doctor.add_argument(
+        "--sglang-path", metavar="DIR", help="an unpacked SGLang instead of the one this Python imports"
+    )
     doctor.add_argument("--json", action="store_true", help="for programs")
     commands.add_parser("path", help="print the PYTHONPATH entry that activates the extension")
     options = parser.parse_args(arguments)

@@ -121,26 +121,28 @@ def _serve(module: ModuleType, late: bool) -> None:
             return
     except settings.SettingError:
         return
-    _summarise()
+    release = installed.release()
+    if release is None:
+        return
+    _summarise(release)
     # The first capability's wrapper is the outermost.
     for state in reversed(states().values()):
         if module.__name__ in state.capability.targets:
-            _install(state, module, late)
+            _install(state, module, release, late)
 
 
-def _summarise() -> None:
+def _summarise(release: installed.Release) -> None:
     """One line, at the first target: what this process found and will do."""
     if "" in _reported:
         return
     _reported.add("")
-    release = installed.release()
     words = [
         f"{name} {state.verdict.verdict}" + ("" if state.enabled else " (off)") for name, state in states().items()
     ]
-    logger.info("sglang-aiter-ext %s on SGLang %s: %s", __version__, release and release.version, ", ".join(words))
+    logger.info("sglang-aiter-ext %s on SGLang %s: %s", __version__, release.version, ", ".join(words))
 
 
-def _install(state: State, module: ModuleType, late: bool) -> None:
+def _install(state: State, module: ModuleType, release: installed.Release, late: bool) -> None:
     capability = state.capability
     # A variable that cannot be read must be said when the backend is built, so that wrapper goes in.
     wanted = state.enabled or (capability.switch is settings.PA and settings.PA.name in (state.error or ""))
@@ -156,7 +158,7 @@ def _install(state: State, module: ModuleType, late: bool) -> None:
         return
     before = dict(vars(module)) if late else {}
     try:
-        capability.install(module)
+        capability.install(module, release)
     except NothingToServe as error:
         state.error = str(error)
         if settings.strict():
@@ -216,3 +218,12 @@ def wrap(module: ModuleType, name: str, wrapper: Callable) -> None:
         raise AttributeError(f"{module.__name__} has no {name}")
     # By position: wrapt 2 renamed the first parameter.
     wrapt.wrap_function_wrapper(module, name, wrapper)
+
+
+def without_wrappers(function: Any) -> Any:
+    """`function` without the wrapt wrappers around it."""
+    import wrapt
+
+    while isinstance(function, wrapt.FunctionWrapper):
+        function = function.__wrapped__
+    return function

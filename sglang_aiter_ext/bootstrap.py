@@ -15,7 +15,7 @@ class TargetFinder:
     """A meta path finder that finds nothing itself: it has a target's loader tell us when it is done."""
 
     def __init__(self):
-        self._asking: set[tuple[int, str]] = set()
+        self._asking = set()  # (thread, name) of each search that is under way
 
     def find_spec(self, name, path=None, target=None):
         key = (get_ident(), name)
@@ -60,7 +60,9 @@ def install() -> None:
 
     if os.environ.get("SGLANG_AITER_EXT", "").strip().lower() in ("0", "false", "no", "off"):
         return
-    if not any(type(finder).__name__ == "TargetFinder" and type(finder).__module__ == __name__ for finder in sys.meta_path):
+    if not any(
+        type(finder).__name__ == "TargetFinder" and type(finder).__module__ == __name__ for finder in sys.meta_path
+    ):
         sys.meta_path.insert(0, TargetFinder())
     imported = [name for name in TARGETS if sys.modules.get(name) is not None]
     if imported:

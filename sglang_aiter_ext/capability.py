@@ -50,19 +50,18 @@ class Needs:
     mentions: tuple[str, ...] = ()
 
     def check(self, release: Release) -> None:
-        """Raises Unsupported, naming what is missing."""
-        source = release.source(self.module)
-        if source is None:
-            raise Unsupported(f"the release has no module sglang.{self.module}")
-        function = source.function(self.function)
-        if function is None:
-            raise Unsupported(f"sglang.{self.module} has no {self.function}")
+        """Raises LookupError or Unsupported, naming what is missing."""
+        function = release.function(self.module, self.function)
         have = parameters(function)
         for name in (*self.parameters, *self.leading):
             if name not in have:
-                raise Unsupported(f"{self.function} in sglang.{self.module} has no parameter {name} (it has {', '.join(have)})")
+                raise Unsupported(
+                    f"{self.function} in sglang.{self.module} has no parameter {name} (it has {', '.join(have)})"
+                )
         if have[: len(self.leading)] != list(self.leading):
-            raise Unsupported(f"{self.function} in sglang.{self.module} takes {', '.join(have)}, where {', '.join(self.leading)} is the order expected")
+            raise Unsupported(
+                f"{self.function} in sglang.{self.module} takes {', '.join(have)}, where {', '.join(self.leading)} is the order expected"
+            )
         for name in self.mentions:
             if not mentions(function, name):
                 raise Unsupported(f"{self.function} in sglang.{self.module} does not use {name}")
@@ -73,8 +72,8 @@ class Capability:
     """One fast path or fix, with everything that is known about it.
 
     `probe` reads the release and returns a Verdict, or raises Unsupported. `install` wraps
-    what lies in one of the `targets` modules, which has just been imported, and is called
-    once for each of them; it raises where it cannot. `wraps` says what that is, `kernels` which
+    what lies in one of the `targets` modules of the release, which has just been imported, and is
+    called once for each of them; it raises where it cannot. `wraps` says what that is, `kernels` which
     of AITER's it calls, `until` from which release on it is not needed.
     """
 
@@ -89,7 +88,7 @@ class Capability:
     kernels: tuple[str, ...]
     needs: tuple[Needs, ...]
     probe: Callable[[Release], Verdict]
-    install: Callable[[ModuleType], None]
+    install: Callable[[ModuleType, Release], None]
 
     def verdict(self, release: Release | None) -> Verdict:
         """What the release that is installed needs of this capability."""
@@ -99,7 +98,7 @@ class Capability:
             for need in self.needs:
                 need.check(release)
             return self.probe(release)
-        except Unsupported as error:
+        except (Unsupported, LookupError) as error:
             return Verdict(UNSUPPORTED, str(error))
         except (OSError, SyntaxError, ValueError) as error:
             return Verdict(UNSUPPORTED, f"the source of the release cannot be read: {error}")

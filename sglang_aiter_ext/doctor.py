@@ -14,8 +14,8 @@ import sys
 from typing import Any
 
 from . import installed, settings
-from .capability import APPLY, UNSUPPORTED
 from .capabilities import CAPABILITIES
+from .capability import APPLY, UNSUPPORTED
 
 OK, PROBLEM, NO_SGLANG = 0, 1, 2
 
@@ -74,14 +74,28 @@ def aiter() -> dict[str, Any]:
     spec = importlib.util.find_spec("aiter")
     if spec is None or spec.origin is None:
         path = ", ".join(spec.submodule_search_locations or []) if spec else None
-        reason = "an empty namespace package, not AITER: a folder of that name is on sys.path" if spec else "aiter is not installed for this Python"
-        return {"usable": False, "path": path, "reason": reason, "kernels": dict.fromkeys(installed.KERNEL_PARAMETERS, reason)}
+        reason = (
+            "an empty namespace package, not AITER: a folder of that name is on sys.path"
+            if spec
+            else "aiter is not installed for this Python"
+        )
+        return {
+            "usable": False,
+            "path": path,
+            "reason": reason,
+            "kernels": dict.fromkeys(installed.KERNEL_PARAMETERS, reason),
+        }
     package = pathlib.Path(spec.origin).parent
     try:
         return {"path": str(package), **_kernels(package)}
     except (OSError, SyntaxError, ValueError) as error:
         reason = f"its source cannot be read: {error}"
-        return {"usable": False, "path": str(package), "reason": reason, "kernels": dict.fromkeys(installed.KERNEL_PARAMETERS, reason)}
+        return {
+            "usable": False,
+            "path": str(package),
+            "reason": reason,
+            "kernels": dict.fromkeys(installed.KERNEL_PARAMETERS, reason),
+        }
 
 
 def _kernels(package: pathlib.Path) -> dict[str, Any]:
@@ -90,7 +104,9 @@ def _kernels(package: pathlib.Path) -> dict[str, Any]:
     kernels = {}
     for name in installed.KERNEL_PARAMETERS:
         function = next((f for s in sources if (f := s.function(name)) is not None), None)
-        kernels[name] = f"lacks {name}" if function is None else installed.parameter_problem(name, installed.parameters(function))
+        kernels[name] = (
+            f"lacks {name}" if function is None else installed.parameter_problem(name, installed.parameters(function))
+        )
     problems = [problem for problem in kernels.values() if problem is not None]
     reason = "; ".join(problems) or "its source has the kernels, with the parameters that are expected"
     return {"usable": not problems, "reason": reason, "kernels": kernels}
@@ -111,7 +127,9 @@ def activation() -> dict[str, Any]:
         "errors": [str(error) for error in errors.values()],
         "pythonpath": first == ours,
         "hidden_by": first if present and first != ours else None,
-        "plugin": any(e.value == "sglang_aiter_ext:activate" for e in importlib.metadata.entry_points(group="sglang.srt.plugins")),
+        "plugin": any(
+            e.value == "sglang_aiter_ext:activate" for e in importlib.metadata.entry_points(group="sglang.srt.plugins")
+        ),
         "this_process": any(type(f).__name__ == "TargetFinder" for f in sys.meta_path),
     }
 
@@ -124,13 +142,18 @@ def text(report: dict[str, Any]) -> str:
     if routes["hidden_by"]:
         route += f"; {routes['hidden_by']} comes first on PYTHONPATH and hides ours unless it runs the next one"
     lines = [
-        f"SGLang      {sglang['version'] or 'version unknown'} at {sglang['path']}" if sglang else "SGLang      not installed for this Python",
-        f"AITER       {'usable' if kernels['usable'] else 'not usable'}: {kernels['reason']}" + (f" ({kernels['path']})" if kernels["path"] else ""),
+        f"SGLang      {sglang['version'] or 'version unknown'} at {sglang['path']}"
+        if sglang
+        else "SGLang      not installed for this Python",
+        f"AITER       {'usable' if kernels['usable'] else 'not usable'}: {kernels['reason']}"
+        + (f" ({kernels['path']})" if kernels["path"] else ""),
         f"Activation  {'' if routes['master'] else 'off by ' + settings.MASTER.name + '; '}{route}",
         *(f"Error       {error}" for error in routes["errors"]),
         "",
         f"{'capability':20} {'verdict':15} {'enabled':8} {'switch':34} reason",
     ]
     for row in report["capabilities"]:
-        lines.append(f"{row['name']:20} {row['verdict']:15} {'yes' if row['enabled'] else 'no':8} {row['switch']:34} {row['reason']}")
+        lines.append(
+            f"{row['name']:20} {row['verdict']:15} {'yes' if row['enabled'] else 'no':8} {row['switch']:34} {row['reason']}"
+        )
     return "\n".join(lines)

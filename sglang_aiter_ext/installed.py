@@ -35,6 +35,16 @@ class Release:
         """The parsed module `module`, dotted and without the leading `sglang.`; None where there is none."""
         return self._sources(module)
 
+    def function(self, module: str, dotted: str) -> ast.FunctionDef:
+        """The function or method `name` or `Class.name` of `module`. Raises LookupError where there is none."""
+        source = self.source(module)
+        if source is None:
+            raise LookupError(f"the release has no module sglang.{module}")
+        function = source.function(dotted)
+        if function is None:
+            raise LookupError(f"sglang.{module} has no {dotted}")
+        return function
+
     @functools.cache  # noqa: B019 - a Release lives as long as the process
     def _sources(self, module: str) -> Source | None:
         base = self.root.joinpath(*module.split("."))

@@ -17,9 +17,17 @@ class Setting(NamedTuple):
 
 
 MASTER = Setting("SGLANG_AITER_EXT", True, "the whole extension; off wraps nothing and imports nothing")
-PA = Setting("SGLANG_USE_AITER_PA", False, "`decode_pa`: full-attention layers of hybrid models decode through AITER paged attention")
-ASM = Setting("SGLANG_AITER_ASM_CONTEXT_PREFILL", True, "`asm_context_prefill`: chunked prefill gathers the paged fp8 K/V and calls the gfx950 ASM kernel")
-STRICT = Setting("SGLANG_AITER_EXT_STRICT", False, "every \"could not apply\" becomes an error instead of a log line")
+PA = Setting(
+    "SGLANG_USE_AITER_PA",
+    False,
+    "`decode_pa`: full-attention layers of hybrid models decode through AITER paged attention",
+)
+ASM = Setting(
+    "SGLANG_AITER_ASM_CONTEXT_PREFILL",
+    True,
+    "`asm_context_prefill`: chunked prefill gathers the paged fp8 K/V and calls the gfx950 ASM kernel",
+)
+STRICT = Setting("SGLANG_AITER_EXT_STRICT", False, 'every "could not apply" becomes an error instead of a log line')
 DISABLE = Setting("SGLANG_AITER_EXT_DISABLE", None, "comma-separated names of capabilities to leave off")
 SETTINGS = (MASTER, PA, ASM, STRICT, DISABLE)
 

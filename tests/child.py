@@ -45,7 +45,9 @@ def launch(release: str, case: str, *, extension=True, aiter="reference", env=()
     path.append(str(environment.place("sglang", release)))
     if aiter is not None:
         path.append(str(TESTS / "reference") if aiter == "reference" else str(aiter))
-    variables = clean_environment(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(path), **dict(env))
+    variables = clean_environment(
+        TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(path), **dict(env)
+    )
     command = [sys.executable, str(TESTS / "child.py"), case]
     ran = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout, cwd="/")
     done = Done(ran.returncode, ran.stdout, ran.stderr)

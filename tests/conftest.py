@@ -23,7 +23,9 @@ def pytest_collection_modifyitems(items):
     import environment
 
     for item in items:
-        named = {v for v in getattr(item, "callspec", item).__dict__.get("params", {}).values() if v in environment.RELEASES}
+        named = {
+            v for v in getattr(item, "callspec", item).__dict__.get("params", {}).values() if v in environment.RELEASES
+        }
         if named - set(environment.QUICK):
             item.add_marker(pytest.mark.slow)
 

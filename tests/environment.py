@@ -61,7 +61,9 @@ def place(package: str, version: str) -> pathlib.Path:
 
 def make_venv() -> None:
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
-        sys.exit(f"Python {sys.version.split()[0]} is not supported here: use 3.11 or 3.12, as in `make PYTHON=python3.12`")
+        sys.exit(
+            f"Python {sys.version.split()[0]} is not supported here: use 3.11 or 3.12, as in `make PYTHON=python3.12`"
+        )
     wanted = f"{sys.version}\n{REQUIREMENTS.read_text()}"
     done = VENV / "ready"
     if done.is_file() and done.read_text() == wanted:
@@ -77,7 +79,9 @@ def install(package: str, version: str) -> None:
     target = place(package, version)
     if not target.is_dir():
         part = target.with_name(f"{target.name}.part{os.getpid()}")
-        run(PYTHON, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", part, f"{package}=={version}")
+        run(
+            PYTHON, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", part, f"{package}=={version}"
+        )
         try:
             part.rename(target)
         except OSError:

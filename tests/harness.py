@@ -133,18 +133,35 @@ class Stack:
         cache_params = config.mamba2_cache_params
         self.req_to_token_pool = HybridReqToTokenPool(
             **_accepted(
-                HybridReqToTokenPool.__init__, size=max_requests, mamba_size=max_requests + 1,
-                mamba_spec_state_size=max_requests, max_context_len=context_len, device=device,
-                enable_memory_saver=False, cache_params=cache_params, mamba_layer_ids=linear_layers,
-                enable_mamba_extra_buffer=False, speculative_num_draft_tokens=None, enable_overlap_schedule=False,
+                HybridReqToTokenPool.__init__,
+                size=max_requests,
+                mamba_size=max_requests + 1,
+                mamba_spec_state_size=max_requests,
+                max_context_len=context_len,
+                device=device,
+                enable_memory_saver=False,
+                cache_params=cache_params,
+                mamba_layer_ids=linear_layers,
+                enable_mamba_extra_buffer=False,
+                speculative_num_draft_tokens=None,
+                enable_overlap_schedule=False,
             )  # fmt: skip
         )
         slots = (max_requests * context_len // page_size + max_requests) * page_size
         self.token_to_kv_pool = HybridLinearKVPool(
             **_accepted(
-                HybridLinearKVPool.__init__, size=slots, dtype=kv_dtype, page_size=page_size, head_num=kv_heads,
-                head_dim=head_dim, full_attention_layer_ids=full_layers, enable_kvcache_transpose=False, device=device,
-                mamba_pool=self.req_to_token_pool.mamba_pool, enable_memory_saver=False, use_mla=False,
+                HybridLinearKVPool.__init__,
+                size=slots,
+                dtype=kv_dtype,
+                page_size=page_size,
+                head_num=kv_heads,
+                head_dim=head_dim,
+                full_attention_layer_ids=full_layers,
+                enable_kvcache_transpose=False,
+                device=device,
+                mamba_pool=self.req_to_token_pool.mamba_pool,
+                enable_memory_saver=False,
+                use_mla=False,
             )  # fmt: skip
         )
         self._poison()
@@ -171,8 +188,14 @@ class Stack:
         from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
         runner.token_to_kv_pool_allocator = TokenToKVPoolAllocator(
-            slots, **_accepted(TokenToKVPoolAllocator.__init__, dtype=kv_dtype, device=device,
-                               kvcache=self.token_to_kv_pool, need_sort=False)  # fmt: skip
+            slots,
+            **_accepted(
+                TokenToKVPoolAllocator.__init__,
+                dtype=kv_dtype,
+                device=device,
+                kvcache=self.token_to_kv_pool,
+                need_sort=False,
+            ),  # fmt: skip
         )
         scaling = head_dim**-0.5 if scaling is None else scaling
         model = torch.nn.Module()
@@ -225,7 +248,10 @@ class Stack:
         except ImportError:
             return self.runner._get_attention_backend()
         args = self.server_args
-        chosen = (args.prefill_attention_backend or args.attention_backend, args.decode_attention_backend or args.attention_backend)
+        chosen = (
+            args.prefill_attention_backend or args.attention_backend,
+            args.decode_attention_backend or args.attention_backend,
+        )
         self.runner.prefill_attention_backend_str, self.runner.decode_attention_backend_str = chosen
         return setup.get_attention_backend(model_runner=self.runner)
 
@@ -337,7 +363,9 @@ class Stack:
 
     def pool_bytes(self) -> bytes:
         pool = self.token_to_kv_pool.full_kv_pool
-        return b"".join(buffer.contiguous().view(torch.uint8).cpu().numpy().tobytes() for buffer in (*pool.k_buffer, *pool.v_buffer))
+        return b"".join(
+            buffer.contiguous().view(torch.uint8).cpu().numpy().tobytes() for buffer in (*pool.k_buffer, *pool.v_buffer)
+        )
 
     def stored(self, layer_id: int, request: int, length: int):
         """Keys and values of `request` in float32, as the pool holds them, by `req_to_token`."""
@@ -377,7 +405,10 @@ class Result:
             k, v = (x.permute(1, 0, 2) for x in stack.stored(layer_id, request, end))
             for head in range(stack.q_heads):
                 scores = q[start : start + tokens, head] @ k[head // group].T * layer.scaling
-                seen = torch.arange(end, device=q.device)[None] <= torch.arange(end - tokens, end, device=q.device)[:, None]
+                seen = (
+                    torch.arange(end, device=q.device)[None]
+                    <= torch.arange(end - tokens, end, device=q.device)[:, None]
+                )
                 weights = scores.where(seen, float("-inf")).softmax(-1)
                 rows.append((start, head, weights @ v[head // group]))
             start += tokens

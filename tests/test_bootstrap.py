@@ -193,7 +193,9 @@ def test_a_loader_that_takes_no_attribute_is_let_be():
 
 def test_run_says_what_it_cannot_start():
     run = [sys.executable, "-m", "sglang_aiter_ext", "run"]
-    done = subprocess.run([*run, "--", "/no/such"], env=child.clean_environment(), capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [*run, "--", "/no/such"], env=child.clean_environment(), capture_output=True, text=True, cwd=ROOT
+    )
     assert (done.returncode, done.stderr) == (127, "sglang-aiter-ext run: /no/such: No such file or directory\n")
     done = subprocess.run(run, env=child.clean_environment(), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and "run needs a command" in done.stderr

@@ -90,7 +90,10 @@ def test_the_master_switch_turns_everything_off():
 
 
 def test_the_asm_switch_and_the_disable_list_turn_single_capabilities_off():
-    for env in (("SGLANG_AITER_ASM_CONTEXT_PREFILL", "No"), ("SGLANG_AITER_EXT_DISABLE", " asm_context_prefill ,v_head_dim")):
+    for env in (
+        ("SGLANG_AITER_ASM_CONTEXT_PREFILL", "No"),
+        ("SGLANG_AITER_EXT_DISABLE", " asm_context_prefill ,v_head_dim"),
+    ):
         out = states(PA, env)
         assert out["wrapped"] == {**ALL, "forward_extend": 1}, env
         assert out["status"]["asm_context_prefill"] == [False, "off"]
@@ -101,7 +104,9 @@ def test_a_master_switch_that_cannot_be_read_counts_as_off_and_says_so_once():
     out = states(PA, ("SGLANG_AITER_EXT", "banana"))
     assert not any(out["wrapped"].values())
     assert out["built"] == "TritonAttnBackend"
-    assert out["logs"] == [["ERROR", "SGLANG_AITER_EXT='banana' is not accepted: use 1/true/yes/on or 0/false/no/off, in any case"]]
+    assert out["logs"] == [
+        ["ERROR", "SGLANG_AITER_EXT='banana' is not accepted: use 1/true/yes/on or 0/false/no/off, in any case"]
+    ]
 
 
 def test_a_decode_switch_that_cannot_be_read_is_logged_and_raised_when_the_backend_is_built():
@@ -113,17 +118,30 @@ def test_a_decode_switch_that_cannot_be_read_is_logged_and_raised_when_the_backe
 
 def test_other_values_that_cannot_be_read_are_logged_and_leave_their_capability_off():
     out = states(("SGLANG_AITER_ASM_CONTEXT_PREFILL", "perhaps"))
-    assert ["ERROR", "SGLANG_AITER_ASM_CONTEXT_PREFILL='perhaps' is not accepted: use 1/true/yes/on or 0/false/no/off, in any case"] in out["logs"]
+    assert [
+        "ERROR",
+        "SGLANG_AITER_ASM_CONTEXT_PREFILL='perhaps' is not accepted: use 1/true/yes/on or 0/false/no/off, in any case",
+    ] in out["logs"]
     assert out["wrapped"]["forward_extend"] == 1
     out = states(("SGLANG_AITER_EXT_DISABLE", "v_head_dim,asm"))
     (line,) = [line for level, line in out["logs"] if level == "ERROR"]
-    assert line.startswith("SGLANG_AITER_EXT_DISABLE='v_head_dim,asm' is not accepted: asm is not a capability; use any of decode_pa, ")
+    assert line.startswith(
+        "SGLANG_AITER_EXT_DISABLE='v_head_dim,asm' is not accepted: asm is not a capability; use any of decode_pa, "
+    )
 
 
 def test_every_variable_that_cannot_be_read_is_named():
-    out = states(("SGLANG_AITER_EXT_STRICT", "perhaps"), ("SGLANG_AITER_ASM_CONTEXT_PREFILL", "maybe"), ("SGLANG_AITER_EXT_DISABLE", "head_ration"))
+    out = states(
+        ("SGLANG_AITER_EXT_STRICT", "perhaps"),
+        ("SGLANG_AITER_ASM_CONTEXT_PREFILL", "maybe"),
+        ("SGLANG_AITER_EXT_DISABLE", "head_ration"),
+    )
     lines = [line for level, line in out["logs"] if level == "ERROR"]
-    assert [line.partition("=")[0] for line in lines] == ["SGLANG_AITER_ASM_CONTEXT_PREFILL", "SGLANG_AITER_EXT_STRICT", "SGLANG_AITER_EXT_DISABLE"]
+    assert [line.partition("=")[0] for line in lines] == [
+        "SGLANG_AITER_ASM_CONTEXT_PREFILL",
+        "SGLANG_AITER_EXT_STRICT",
+        "SGLANG_AITER_EXT_DISABLE",
+    ]
 
 
 def test_status_knows_the_master_switch(monkeypatch):

@@ -123,7 +123,13 @@ def test_several_backends_of_a_runner_share_one_workspace_and_never_have_two(rel
 def test_a_workspace_that_does_not_fit_is_an_error_with_the_bytes_and_the_options(release):
     out = launch(release, "decode:memory", env=PA).result
     assert out["large"] == "fits"
-    for words in ("DecodeError: ", f"({out['needed']} bytes)", "--max-running-requests", "--context-length", "--mem-fraction-static"):
+    for words in (
+        "DecodeError: ",
+        f"({out['needed']} bytes)",
+        "--max-running-requests",
+        "--context-length",
+        "--mem-fraction-static",
+    ):
         assert words in out["small"]
 
 

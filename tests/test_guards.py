@@ -21,7 +21,9 @@ def layer(**changed):
 
 
 def backend(**changed):
-    fields = dict(kv_cache_dtype=FP8, input_dtype=torch.bfloat16, use_mla=False, page_size=16, token_to_kv_pool=SimpleNamespace())
+    fields = dict(
+        kv_cache_dtype=FP8, input_dtype=torch.bfloat16, use_mla=False, page_size=16, token_to_kv_pool=SimpleNamespace()
+    )
     return SimpleNamespace(**{**fields, **changed})
 
 
@@ -45,13 +47,18 @@ LAYERS = {
 @pytest.mark.parametrize("reason", LAYERS)
 def test_each_condition_of_a_layer(reason):
     of_backend, of_layer = LAYERS[reason]
-    found, detail = asm.check_layer(backend(**of_backend), QUERIES, layer(**of_layer), EXTEND, None)
-    assert found == reason and detail
+    found, message, *arguments = asm.check_layer(backend(**of_backend), QUERIES, layer(**of_layer), EXTEND, None)
+    assert found == reason and message % tuple(arguments)
 
 
-@pytest.mark.parametrize("heads, kv_heads, covered", [(8, 8, 1), (8, 4, 1), (16, 1, 1), (32, 2, 1), (24, 4, 0), (32, 1, 0), (3, 1, 0), (7, 2, 0)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, covered",
+    [(8, 8, 1), (8, 4, 1), (16, 1, 1), (32, 2, 1), (24, 4, 0), (32, 1, 0), (3, 1, 0), (7, 2, 0)],
+)
 def test_head_ratios(heads, kv_heads, covered):
-    found = asm.check_layer(backend(), QUERIES, layer(tp_q_head_num=heads, tp_k_head_num=kv_heads, tp_v_head_num=kv_heads), EXTEND, None)
+    found = asm.check_layer(
+        backend(), QUERIES, layer(tp_q_head_num=heads, tp_k_head_num=kv_heads, tp_v_head_num=kv_heads), EXTEND, None
+    )
     assert (found is None) == bool(covered)
 
 
@@ -61,9 +68,16 @@ def plan(prefix, extend, *, rows=None, entries=None, padding=256, page=16, dtype
     table = torch.arange(tokens + padding if entries is None else entries).to(dtype)
     metadata = SimpleNamespace(kv_indices=table, kv_indptr=torch.tensor([0, *total]).cumsum(0).to(torch.int32),
                                max_q_len=max(extend, default=0), max_kv_len=max(total, default=0))  # fmt: skip
-    fields = dict(extend_prefix_lens_cpu=prefix, extend_seq_lens_cpu=extend, seq_lens_cpu=torch.tensor(total), batch_size=len(total))
+    fields = dict(
+        extend_prefix_lens_cpu=prefix,
+        extend_seq_lens_cpu=extend,
+        seq_lens_cpu=torch.tensor(total),
+        batch_size=len(total),
+    )
     batch = Batch(**{**fields, **changed})
-    return asm.plan_batch(backend(forward_metadata=metadata, page_size=page), batch, sum(extend) if rows is None else rows)
+    return asm.plan_batch(
+        backend(forward_metadata=metadata, page_size=page), batch, sum(extend) if rows is None else rows
+    )
 
 
 def reason(made):

@@ -27,8 +27,9 @@ def test_the_assembly_for_amd_has_wide_accesses_and_no_spills(arch, kernel):
     compiler = pytest.importorskip("triton.backends.compiler")
     if "amd" not in triton.backends.backends:
         pytest.skip("this triton has no AMD backend")
-    from sglang_aiter_ext.kernels import gather_kv
     from triton.compiler import ASTSource
+
+    from sglang_aiter_ext.kernels import gather_kv
 
     if kernel == "gather_rows":
         import triton.language as tl
@@ -37,11 +38,22 @@ def test_the_assembly_for_amd_has_wide_accesses_and_no_spills(arch, kernel):
         signature |= dict.fromkeys(("rows", "k_stride", "v_stride"), "i32")
         constants = {"WORD": tl.int32, "K_WIDTH": 128, "V_WIDTH": 128, "BLOCK": 128, "ROWS": gather_kv.WORDS // 128}
     else:
-        signature = {"x": "*bf16", "out": "*fp8e4nv" if arch == "gfx950" else "*fp8e4b8", "row_stride": "i32", "width": "i32"}
+        signature = {
+            "x": "*bf16",
+            "out": "*fp8e4nv" if arch == "gfx950" else "*fp8e4b8",
+            "row_stride": "i32",
+            "width": "i32",
+        }
         constants = {"BLOCK": 4096}
     function = getattr(gather_kv, kernel)
-    divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names) if name in signature and name != "rows"}
-    source = ASTSource(fn=function, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants, attrs=divisible)
+    divisible = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(function.arg_names)
+        if name in signature and name != "rows"
+    }
+    source = ASTSource(
+        fn=function, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants, attrs=divisible
+    )
     assembly = triton.compile(source, target=compiler.GPUTarget("hip", arch, 64)).asm["amdgcn"]
     loads = re.findall(r"^\s+(?:global|buffer)_load_(\w+)", assembly, re.M)
     stores = re.findall(r"^\s+(?:global|buffer)_store_(\w+)", assembly, re.M)

@@ -48,12 +48,15 @@ def test_an_installed_package_activates_by_its_own_path(site):
     path = subprocess.run([*command, "path"], env=env, capture_output=True, text=True, cwd="/").stdout.strip()
     assert path == str(site / "sglang_aiter_ext" / "preload")
     code = "import sys; print(any(type(f).__name__ == 'TargetFinder' for f in sys.meta_path))"
-    done = subprocess.run([*command, "run", "--", sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd="/")
+    done = subprocess.run(
+        [*command, "run", "--", sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd="/"
+    )
     assert done.stdout == "True\n", done.stderr
     plain = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd="/")
     assert plain.stdout == "False\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", ["0.5.12.post1", "0.5.23"])
 @pytest.mark.parametrize("order", ["plugin", "path+plugin", "late plugin"])
 def test_sglangs_plugin_loader_activates_it_once(site, release, order):
@@ -63,7 +66,11 @@ def test_sglangs_plugin_loader_activates_it_once(site, release, order):
         entries.insert(0, str(site / "sglang_aiter_ext" / "preload"))
     case = "building:plugin_late" if order == "late plugin" else "building:plugin"
     env = child.clean_environment(
-        PYTHONPATH=os.pathsep.join(entries), TRITON_INTERPRET="1", OMP_NUM_THREADS="1", SGLANG_USE_AITER_PA="1", SGLANG_PLUGINS="sglang_aiter_ext"
+        PYTHONPATH=os.pathsep.join(entries),
+        TRITON_INTERPRET="1",
+        OMP_NUM_THREADS="1",
+        SGLANG_USE_AITER_PA="1",
+        SGLANG_PLUGINS="sglang_aiter_ext",
     )
     command = [sys.executable, str(child.TESTS / "child.py"), case]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd="/")

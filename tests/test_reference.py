@@ -12,6 +12,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent / "reference"))
 import aiter  # noqa: E402
 import torch  # noqa: E402
 from aiter.ops.triton.attention.unified_attention import unified_attention  # noqa: E402
+
 from sglang_aiter_ext import installed  # noqa: E402
 
 FUNCTIONS = {
@@ -62,7 +63,10 @@ def test_every_call_in_sglangs_aiter_backend_binds(release):
 def test_the_packages_own_list_of_parameters_fits():
     for name in installed.KERNEL_PARAMETERS:
         assert installed.kernel_problem(aiter, name) is None
-    problem = installed.kernel_problem(type("Old", (), {"flash_attn_varlen_fp8_pertensor_func": lambda q, k, v, cu_seqlens_q: 0}), "flash_attn_varlen_fp8_pertensor_func")
+    problem = installed.kernel_problem(
+        type("Old", (), {"flash_attn_varlen_fp8_pertensor_func": lambda q, k, v, cu_seqlens_q: 0}),
+        "flash_attn_varlen_fp8_pertensor_func",
+    )
     assert "has parameter 3 'cu_seqlens_q' where 'q_descale' is expected" in problem
 
 

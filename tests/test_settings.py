@@ -1,6 +1,7 @@
 """Every variable in every accepted spelling, and in one that is not."""
 
 import pytest
+
 from sglang_aiter_ext import settings
 
 BOOLEANS = [s for s in settings.SETTINGS if s.default is not None]
@@ -25,7 +26,10 @@ def test_anything_else_names_the_variable_the_value_and_what_is_accepted(setting
     monkeypatch.setenv(setting.name, value)
     with pytest.raises(settings.SettingError) as error:
         settings.boolean(setting)
-    assert str(error.value) == f"{setting.name}={value!r} is not accepted: use 1/true/yes/on or 0/false/no/off, in any case"
+    assert (
+        str(error.value)
+        == f"{setting.name}={value!r} is not accepted: use 1/true/yes/on or 0/false/no/off, in any case"
+    )
 
 
 def test_the_disable_list(monkeypatch):

@@ -9,6 +9,7 @@ import child
 import environment
 import matrix
 import pytest
+
 from sglang_aiter_ext import installed
 from sglang_aiter_ext.capabilities import CAPABILITIES
 from sglang_aiter_ext.capabilities.decode_pa import Facts
@@ -26,9 +27,21 @@ def expected(version):
     return {
         "decode_pa": "apply",
         "v_head_dim": "upstream" if version in since("0.5.10") else "apply",
-        "asm_context_prefill": "upstream" if version in since("0.5.19") else "apply" if version in since("0.5.10") else "unsupported",
-        "head_ratio": "upstream" if version in since("0.5.20") else "apply" if version in since("0.5.17") else "not_applicable",
-        "gather_reuse": "upstream" if version in since("0.5.21") else "apply" if version in since("0.5.19") else "not_applicable",
+        "asm_context_prefill": "upstream"
+        if version in since("0.5.19")
+        else "apply"
+        if version in since("0.5.10")
+        else "unsupported",
+        "head_ratio": "upstream"
+        if version in since("0.5.20")
+        else "apply"
+        if version in since("0.5.17")
+        else "not_applicable",
+        "gather_reuse": "upstream"
+        if version in since("0.5.21")
+        else "apply"
+        if version in since("0.5.19")
+        else "not_applicable",
     }
 
 
@@ -201,7 +214,10 @@ def test_doctor_says_why_aiter_is_not_usable(tmp_path):
     assert not report["usable"] and "namespace package" in report["reason"] and str(tmp_path) in report["path"]
     report = json.loads(doctor("--json", path=[environment.place("amd-aiter", environment.AITER)]).stdout)["aiter"]
     assert not report["usable"]
-    assert "flash_attn_varlen_fp8_pertensor_func has parameter 3 'cu_seqlens_q' where 'q_descale' is expected" in report["reason"]
+    assert (
+        "flash_attn_varlen_fp8_pertensor_func has parameter 3 'cu_seqlens_q' where 'q_descale' is expected"
+        in report["reason"]
+    )
 
 
 def test_doctor_survives_an_aiter_that_cannot_be_parsed(tmp_path):
@@ -224,7 +240,11 @@ def test_doctor_reports_every_variable_that_cannot_be_read():
 def test_doctor_says_what_hides_us_on_the_path(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("")
     routes = json.loads(doctor("--json", path=[tmp_path, environment.ROOT]).stdout)["activation"]
-    assert (routes["pythonpath"], routes["hidden_by"], routes["this_process"]) == (False, str(tmp_path / "sitecustomize.py"), False)
+    assert (routes["pythonpath"], routes["hidden_by"], routes["this_process"]) == (
+        False,
+        str(tmp_path / "sitecustomize.py"),
+        False,
+    )
     routes = json.loads(doctor("--json", path=[environment.ROOT, tmp_path]).stdout)["activation"]
     assert (routes["pythonpath"], routes["hidden_by"], routes["this_process"]) == (True, None, True)
 

@@ -36,7 +36,7 @@ TABLE_PADDING = 256
 
 
 def probe(release: Release) -> Verdict:
-    extend = release.source(BACKEND).function("AiterAttnBackend.forward_extend")
+    extend = release.function(BACKEND, "AiterAttnBackend.forward_extend")
     if asm_calls(release)[True]:
         return Verdict(UPSTREAM, "forward_extend has its own ASM branch for batches with a prefix")
     paged = calls(extend, PAGED)
@@ -55,14 +55,17 @@ def asm_calls(release: Release) -> dict[bool | None, list[ast.Call]]:
 
     Raises Unsupported where none is known to be for a prefix and one may be, or calls are made elsewhere.
     """
+    extend = release.function(BACKEND, "AiterAttnBackend.forward_extend")
     source = release.source(BACKEND)
-    extend = source.function("AiterAttnBackend.forward_extend")
     found: dict[bool | None, list[ast.Call]] = {True: [], False: [], None: []}
     for call in calls(extend, KERNEL):
         found[_asks_for_prefix(extend, call)].append(call)
     if found[None] and not found[True]:
-        raise Unsupported(f"forward_extend calls {KERNEL} under a condition that does not say whether there is a prefix")
-    if not any(found.values()) and any(name == KERNEL for _, name in source.optional_imports("aiter")):
+        raise Unsupported(
+            f"forward_extend calls {KERNEL} under a condition that does not say whether there is a prefix"
+        )
+    imported = source.optional_imports("aiter") if source is not None else []
+    if not any(found.values()) and any(name == KERNEL for _, name in imported):
         raise Unsupported(f"the module imports {KERNEL}, and forward_extend does not call it")
     return found
 
@@ -78,8 +81,8 @@ def _asks_for_prefix(extend: ast.AST, call: ast.Call) -> bool | None:
 
 # ---- the decision ----
 
-#: Why the paged kernel serves a call: a reason that is counted, and details that are logged once.
-Decline = tuple[str, str]
+#: Why the paged kernel serves a call: a reason that is counted, and a message with its arguments that is logged once.
+Decline = tuple[Any, ...]
 
 
 class Plan:
@@ -89,7 +92,9 @@ class Plan:
     `kv_indptr` is one. `decline` says why the batch is not served.
     """
 
-    def __init__(self, batch: Any, table: Any, slots: Any = None, cu_seqlens_k: Any = None, decline: Decline | None = None):
+    def __init__(
+        self, batch: Any, table: Any, slots: Any = None, cu_seqlens_k: Any = None, decline: Decline | None = None
+    ):
         self.batch, self.table = weakref.ref(batch), table
         self.slots, self.cu_seqlens_k, self.decline = slots, cu_seqlens_k, decline
 
@@ -105,28 +110,29 @@ def check_layer(backend: Any, q: Any, layer: Any, batch: Any, sinks: Any) -> Dec
 
     mode = batch.forward_mode
     if mode.name != "EXTEND":
-        return "forward_mode", f"forward mode {mode.name} is not a plain extend"
+        return "forward_mode", "forward mode %s is not a plain extend", mode.name
     if backend.kv_cache_dtype != torch.float8_e4m3fn:
-        return "kv_cache_dtype", f"the KV cache is {backend.kv_cache_dtype}, not float8_e4m3fn"
+        return "kv_cache_dtype", "the KV cache is %s, not float8_e4m3fn", backend.kv_cache_dtype
     if q.dtype != torch.bfloat16 or backend.input_dtype != torch.bfloat16:
-        return "activation_dtype", f"activations are {q.dtype}, not bfloat16"
+        return "activation_dtype", "activations are %s, not bfloat16", q.dtype
     if backend.use_mla:
         return "mla", "MLA layers have kernels of their own"
     if layer.qk_head_dim != HEAD_DIM or layer.v_head_dim != HEAD_DIM:
-        return "head_dim", f"head_dim is {layer.qk_head_dim} for Q and K, {layer.v_head_dim} for V, not {HEAD_DIM}"
+        widths = layer.qk_head_dim, layer.v_head_dim, HEAD_DIM
+        return "head_dim", "head_dim is %d for Q and K, %d for V, not %d", *widths
     if has_window(layer):
-        return "sliding_window", f"the layer has a sliding window of {layer.sliding_window_size}"
+        return "sliding_window", "the layer has a sliding window of %s", layer.sliding_window_size
     if sinks is not None:
         return "sinks", "the layer has attention sinks"
     if layer.logit_cap:
-        return "soft_cap", f"the layer has a logit soft cap of {layer.logit_cap}"
+        return "soft_cap", "the layer has a logit soft cap of %s", layer.logit_cap
     if not is_decoder(layer):
         return "attention_type", "the layer is not causal self-attention"
-    heads, kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
-    if kv_heads != layer.tp_v_head_num:
-        return "kv_heads", f"{kv_heads} K heads and {layer.tp_v_head_num} V heads"
+    if layer.tp_k_head_num != layer.tp_v_head_num:
+        return "kv_heads", "%d K heads and %d V heads", layer.tp_k_head_num, layer.tp_v_head_num
     if not covered_ratio(layer):
-        return "head_ratio", f"{heads} query heads over {kv_heads} KV heads; the ASM kernels cover the ratios {HEAD_RATIOS}"
+        heads = layer.tp_q_head_num, layer.tp_k_head_num, HEAD_RATIOS
+        return "head_ratio", "%d query heads over %d KV heads; the ASM kernels cover the ratios %s", *heads
     if getattr(backend, "kv_cache_is_vectorized_5d", False) or is_vectorized_5d(pool_of(backend, batch)):
         return "vectorized_5d", "the KV cache has the vectorized_5d layout"
     return None
@@ -175,7 +181,10 @@ def plan_batch(backend: Any, batch: Any, q_rows: int) -> Plan:
     if getattr(metadata, "custom_mask", None) is not None:
         return decline("custom_mask", "the batch has a custom attention mask")
     if table.dim() != 1 or table.dtype != torch.int32 or indptr.dtype != torch.int32 or indptr.shape[0] <= len(total):
-        return decline("table_mismatch", f"kv_indices is {tuple(table.shape)} {table.dtype}, kv_indptr {tuple(indptr.shape)} {indptr.dtype}")
+        return decline(
+            "table_mismatch",
+            f"kv_indices is {tuple(table.shape)} {table.dtype}, kv_indptr {tuple(indptr.shape)} {indptr.dtype}",
+        )
     if table.is_cuda and torch.cuda.is_current_stream_capturing():
         return decline("graph_capture", "a graph is being captured")
     tokens, page = sum(total), backend.page_size
@@ -185,7 +194,9 @@ def plan_batch(backend: Any, batch: Any, q_rows: int) -> Plan:
     if is_tokens and is_pages:
         return decline("table_ambiguous", f"the table's {table.shape[0]} entries may be tokens or pages of {page}")
     if not is_tokens and not is_pages:
-        return decline("table_mismatch", f"kv_indices has {table.shape[0]} entries for {tokens} tokens in {pages} pages of {page}")
+        return decline(
+            "table_mismatch", f"kv_indices has {table.shape[0]} entries for {tokens} tokens in {pages} pages of {page}"
+        )
     return Plan(batch, table, table[:tokens]) if is_tokens else Plan(batch, table, *expand_pages(table, total, page))
 
 
@@ -223,7 +234,11 @@ def check_call(layer: Any, plan: Plan, args: tuple, kwargs: dict) -> Decline | N
     if len(args) != 8 or args[5] is not plan.table:
         return "table_mismatch", "the paged kernel was given another table than the metadata's"
     for cache in args[1:3]:
-        if cache.shape[-2:] != (layer.tp_k_head_num, HEAD_DIM) or cache.dtype != torch.float8_e4m3fn or not cache.is_contiguous():
+        if (
+            cache.shape[-2:] != (layer.tp_k_head_num, HEAD_DIM)
+            or cache.dtype != torch.float8_e4m3fn
+            or not cache.is_contiguous()
+        ):
             return "pool_layout", f"a cache buffer is {tuple(cache.shape)} {cache.dtype}, strides {cache.stride()}"
     for name in ("k_descale", "v_descale"):
         if kwargs.get(name) is not None and kwargs[name].numel() != 1:
@@ -233,7 +248,7 @@ def check_call(layer: Any, plan: Plan, args: tuple, kwargs: dict) -> Decline | N
 
 def report(decline: Decline, backend: Any, layer: Any, batch: Any) -> None:
     """Count a call that the paged kernel serves, and log its reason the first time."""
-    reason, detail = decline
+    reason, message, *arguments = decline
     count(NAME, "paged", reason)
     if not logged(NAME, reason):
         try:
@@ -241,15 +256,19 @@ def report(decline: Decline, backend: Any, layer: Any, batch: Any) -> None:
         except Exception:
             size = 0
         # ROCm/aiter#2517, #2608: the paged kernel's offsets are 32 bits wide.
-        risk = f"; a layer's K cache is {size / 2**30:.1f} GiB, and AITER's paged kernel has overflowed past 2 GiB" if size > 2**31 else ""
+        risk = (
+            f"; a layer's K cache is {size / 2**30:.1f} GiB, and AITER's paged kernel has overflowed past 2 GiB"
+            if size > 2**31
+            else ""
+        )
         level = 20 if reason == "table_ambiguous" else 30
-        log_once(NAME, reason, "the paged kernel serves it (%s): %s%s", reason, detail, risk, level=level)
+        log_once(NAME, reason, f"the paged kernel serves it (%s): {message}%s", reason, *arguments, risk, level=level)
 
 
 # ---- the wrappers ----
 
 
-def install(module: ModuleType) -> None:
+def install(module: ModuleType, release: Release) -> None:
     """Wrap forward_extend and the paged kernel's name in SGLang's AITER backend module.
 
     Raises NothingToServe where SGLang itself could not import AITER, LookupError where AITER
@@ -267,8 +286,9 @@ def install(module: ModuleType) -> None:
     if not hasattr(module, "is_gfx95_supported"):
         raise AttributeError(f"{module.__name__} has no is_gfx95_supported")
     asm_kernel = getattr(sys.modules["aiter"], KERNEL)
-    has_first_chunk = bool(asm_calls(installed.release())[False])
+    has_first_chunk = bool(asm_calls(release)[False])
     out_of_memory = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
+    unwrapped = activation.without_wrappers(module.is_gfx95_supported)
     ones: dict = {}
 
     def forward_extend(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
@@ -277,7 +297,7 @@ def install(module: ModuleType) -> None:
         except TypeError:
             return wrapped(*args, **kwargs)
         prefix = getattr(batch, "extend_prefix_lens_cpu", None)
-        first_chunk = has_first_chunk and prefix is not None and not any(prefix) and module.is_gfx95_supported()
+        first_chunk = has_first_chunk and prefix is not None and not any(prefix) and gfx950()
         if first_chunk and k is not None and unit_scales(layer):
             # The release's own branch for a first chunk, right at unit scale.
             count(NAME, "release")
@@ -289,7 +309,7 @@ def install(module: ModuleType) -> None:
                 plan = plan_for(instance, batch, q.shape[0])
                 decline = plan.decline
         except Exception as error:
-            decline = "internal_error", f"{type(error).__name__}: {error}"
+            decline = "internal_error", "%s: %s", type(error).__name__, error
         if decline is None:
             return _scope.call((instance, q, layer, plan), wrapped, args, kwargs)
         report(decline, instance, layer, batch)
@@ -297,8 +317,12 @@ def install(module: ModuleType) -> None:
             return _scope.call((instance, q, layer, None), wrapped, args, kwargs)
         return wrapped(*args, **kwargs)
 
+    def gfx950() -> bool:
+        # Outside of a served call the wrappers around SGLang's check only cost time.
+        return unwrapped() if module.is_gfx95_supported is wrapped_check else module.is_gfx95_supported()
+
     def decide(backend: Any, q: Any, layer: Any, batch: Any, sinks: Any) -> Decline | None:
-        if not module.is_gfx95_supported():
+        if not gfx950():
             return "not_gfx950", "the GPU is not gfx950"
         return check_layer(backend, q, layer, batch, sinks)
 
@@ -313,9 +337,9 @@ def install(module: ModuleType) -> None:
                 count(NAME, "asm")
                 return output
         except out_of_memory as error:
-            decline = "out_of_memory", f"no memory for {plan.slots.shape[0]} gathered tokens: {error}"
+            decline = "out_of_memory", "no memory for %d gathered tokens: %s", plan.slots.shape[0], error
         except Exception as error:
-            decline = "kernel_error", f"{type(error).__name__}: {error}"
+            decline = "kernel_error", "%s: %s", type(error).__name__, error
         # All further layers of the batch stay on the paged kernel too.
         plan.decline = decline
         report(decline, backend, layer, plan.batch())
@@ -352,6 +376,7 @@ def install(module: ModuleType) -> None:
     if has_first_chunk:
         activation.wrap(module, "is_gfx95_supported", is_gfx95_supported)
     activation.wrap(module, "AiterAttnBackend.forward_extend", forward_extend)
+    wrapped_check = module.is_gfx95_supported
 
 
 CAPABILITY = Capability(
@@ -366,12 +391,27 @@ CAPABILITY = Capability(
     kernels=(PAGED, KERNEL),
     needs=(
         Needs(
-            BACKEND, "AiterAttnBackend.forward_extend",
+            BACKEND,
+            "AiterAttnBackend.forward_extend",
             leading=("q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
-            mentions=("forward_metadata", "kv_indices", "kv_indptr", "max_q_len", "max_kv_len", "kv_cache_dtype", "input_dtype", "use_mla", "qo_indptr"),
+            mentions=(
+                "forward_metadata",
+                "kv_indices",
+                "kv_indptr",
+                "max_q_len",
+                "max_kv_len",
+                "kv_cache_dtype",
+                "input_dtype",
+                "use_mla",
+                "qo_indptr",
+            ),
         ),
         Needs(BACKEND, "AiterAttnBackend.__init__", mentions=("kv_cache_dtype", "input_dtype", "use_mla", "page_size")),
-        Needs(BACKEND, "AiterAttnBackend.init_forward_metadata", mentions=("extend_prefix_lens_cpu", "extend_seq_lens_cpu", "seq_lens_cpu")),
+        Needs(
+            BACKEND,
+            "AiterAttnBackend.init_forward_metadata",
+            mentions=("extend_prefix_lens_cpu", "extend_seq_lens_cpu", "seq_lens_cpu"),
+        ),
         Needs(BACKEND, "AiterIndicesUpdaterPrefill.update_single_wrapper", mentions=("kv_indices", "kv_indptr")),
     ),
     probe=probe,

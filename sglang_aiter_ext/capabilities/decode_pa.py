@@ -46,7 +46,8 @@ class DecodeError(RuntimeError):
 
 
 def probe(release: Release) -> Verdict:
-    if mentions(release.source(REGISTRY).tree, settings.PA.name):
+    registry = release.source(REGISTRY)
+    if registry is not None and mentions(registry.tree, settings.PA.name):
         return Verdict(UPSTREAM, f"attn_backend_wrapper reads {settings.PA.name} itself")
     facts(release)
     return Verdict(APPLY, "attn_backend_wrapper gives a hybrid model one full-attention backend for prefill and decode")
@@ -56,8 +57,7 @@ class Facts:
     """What differs between releases, read from their source."""
 
     def __init__(self, release: Release):
-        backend = release.source(BACKEND)
-        decode = backend.function("AiterAttnBackend.forward_decode")
+        decode = release.function(BACKEND, "AiterAttnBackend.forward_decode")
         kernel = calls(decode, KERNEL)
         if len(kernel) != 1 or len(kernel[0].args) < 17:
             raise Unsupported(f"AiterAttnBackend.forward_decode calls {KERNEL} {len(kernel)} times, or not by position")
@@ -73,9 +73,10 @@ class Facts:
             raise Unsupported("AiterAttnBackend.forward_decode does not write K/V with set_kv_buffer")
         #: Up to 0.5.15.post1 decode writes K/V at unit scale, whatever the layer's scales.
         self.writes_at_unit_scale = len(writes[-1].args) < 6
-        graph = backend.function("AiterAttnBackend.init_cuda_graph_state")
+        graph = release.function(BACKEND, "AiterAttnBackend.init_cuda_graph_state")
         own_buffer = next(
-            (n for n in ast.walk(graph) if isinstance(n, ast.If) and ast.unparse(n.test) == "kv_indices_buf is None"), None
+            (n for n in ast.walk(graph) if isinstance(n, ast.If) and ast.unparse(n.test) == "kv_indices_buf is None"),
+            None,
         )
         if own_buffer is None:
             raise Unsupported("AiterAttnBackend.init_cuda_graph_state takes no kv_indices_buf")
@@ -92,11 +93,14 @@ class Facts:
             self.wraps_each_side = bool(sides)
             if sides and sides != ["decode_backend", "prefill_backend"]:
                 raise Unsupported(f"ModelRunner builds the sides of HybridAttnBackend in the order {sides}")
-        takes = parameters(release.source(LINEAR).function("HybridLinearAttnBackend.forward_decode"))
+        takes = parameters(release.function(LINEAR, "HybridLinearAttnBackend.forward_decode"))
         #: Parameters of HybridLinearAttnBackend.forward_decode, in order.
         self.parameters = tuple(name for name in takes if not name.startswith("**"))
         self.layer_at = self.parameters.index("layer")
         self.own = frozenset(self.parameters)
+        backend = release.source(BACKEND)
+        #: (module, name) of all that SGLang's AITER backend imports in one `try`.
+        self.imports = backend.optional_imports("aiter") if backend is not None else []
 
 
 @functools.cache
@@ -156,22 +160,35 @@ def leave_alone(registry: Any, runner: Any, full: Any, known: Facts) -> tuple[st
         return "aiter_already", "the decode backend is AITER already"
     speculative = getattr(args, "speculative_algorithm", None)
     if speculative is not None and getattr(args, "speculative_attention_mode", "prefill") == "decode":
-        return "speculative_attention_mode", "--speculative-attention-mode decode would verify drafts on the decode backend"
+        return (
+            "speculative_attention_mode",
+            "--speculative-attention-mode decode would verify drafts on the decode backend",
+        )
     pool = runner.token_to_kv_pool
     if is_vectorized_5d(pool):
         return "vectorized_5d", "the KV cache has the vectorized_5d layout"
     fp8 = runner.kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
     if not fp8 and runner.kv_cache_dtype != runner.model_config.dtype:
-        return "kv_cache_dtype", f"the kernel reads no {runner.kv_cache_dtype} cache for {runner.model_config.dtype} activations"
+        return (
+            "kv_cache_dtype",
+            f"the kernel reads no {runner.kv_cache_dtype} cache for {runner.model_config.dtype} activations",
+        )
     if fp8 and not known.reads_fp8:
-        does = "casts the whole fp8 KV pool to bf16 at every layer of every step" if known.casts_pool else "tells the kernel that the cache is bf16"
+        does = (
+            "casts the whole fp8 KV pool to bf16 at every layer of every step"
+            if known.casts_pool
+            else "tells the kernel that the cache is bf16"
+        )
         return "fp8_pool_cast", f"this release {does}; use --kv-cache-dtype auto, or SGLang 0.5.12 or later"
     for layer in full_layers(runner, config) or ():
         problem = layer_problem(layer, uses_unified(pool))
         if problem is not None:
             return "layer", f"layer {layer.layer_id} has {problem}, which the decode kernel lacks"
         if fp8 and not unit_scales(layer) and not writes_scaled(getattr(full, "prefill_backend", full)):
-            return "kv_scales", f"layer {layer.layer_id} has K/V scales that {type(full).__name__} does not apply to the cache"
+            return (
+                "kv_scales",
+                f"layer {layer.layer_id} has K/V scales that {type(full).__name__} does not apply to the cache",
+            )
     sinks = sink_parameter(getattr(runner, "model", None))
     if sinks is not None:
         return "sinks", f"the model has attention sinks ({sinks}), which the decode kernel lacks"
@@ -180,8 +197,8 @@ def leave_alone(registry: Any, runner: Any, full: Any, known: Facts) -> tuple[st
 
 def sink_parameter(model: Any) -> str | None:
     """The name of a parameter that holds attention sinks, which models pass as an argument of each call."""
-    parameters = getattr(model, "named_parameters", list)()
-    return next((name for name, _ in parameters if "sink" in name.rpartition(".")[2]), None)
+    named: Any = getattr(model, "named_parameters", list)()
+    return next((name for name, _ in named if "sink" in name.rpartition(".")[2]), None)
 
 
 def writes_scaled(backend: Any) -> bool:
@@ -201,7 +218,9 @@ def is_router(backend: Any) -> bool:
 
 
 def sides_differ(runner: Any) -> bool:
-    return getattr(runner, "decode_attention_backend_str", None) != getattr(runner, "prefill_attention_backend_str", None)
+    return getattr(runner, "decode_attention_backend_str", None) != getattr(
+        runner, "prefill_attention_backend_str", None
+    )
 
 
 def uses_unified(pool: Any) -> bool:
@@ -212,7 +231,7 @@ def uses_unified(pool: Any) -> bool:
     return chosen or any(c.__name__ == "SWAKVPool" for c in type(pool).__mro__)
 
 
-def check_aiter() -> None:
+def check_aiter(known: Facts) -> None:
     """Raises DecodeError unless AITER's decode kernel is there and runs on this GPU."""
     import torch
 
@@ -220,15 +239,16 @@ def check_aiter() -> None:
     if problem is None:
         # SGLang imports all of AITER's names in one `try`, and goes on without those after one that is missing.
         backend = importlib.import_module(f"{ATTENTION}.aiter_backend")
-        wanted = installed.release().source(BACKEND).optional_imports("aiter")
-        missing = next((item for item in wanted if not hasattr(backend, item[1])), None)
+        missing = next((item for item in known.imports if not hasattr(backend, item[1])), None)
         problem = missing and f"SGLang's AITER backend could not import {missing[1]} from {missing[0]}"
     if problem is None and torch.version.hip:
         arch = torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName
         if not arch.startswith("gfx9"):
             problem = f"the GPU is {arch.partition(':')[0]}, and the kernel runs on CDNA (gfx9) only"
     if problem is not None:
-        raise DecodeError(f"{settings.PA.name}=1 needs AITER's {KERNEL}, and it cannot be used: {problem}. Install AITER, or {OFF}")
+        raise DecodeError(
+            f"{settings.PA.name}=1 needs AITER's {KERNEL}, and it cannot be used: {problem}. Install AITER, or {OFF}"
+        )
 
 
 def attention_tp_size() -> int:
@@ -271,7 +291,7 @@ def check_memory(runner: Any) -> None:
 
 def build_decode_backend(registry: Any, runner: Any, known: Facts) -> Any:
     """An AiterAttnBackend for decode, as the release builds one. Raises DecodeError."""
-    check_aiter()
+    check_aiter(known)
     if not runner.__dict__.get("_sglang_aiter_ext_backends"):
         check_memory(runner)
     decode = with_shared_workspace(runner, lambda: registry.ATTENTION_BACKENDS["aiter"](runner))
@@ -294,7 +314,9 @@ def with_shared_workspace(runner: Any, build: Callable[[], Any]) -> Any:
     workspace = getattr(decode, "workspace_buffer", None)
     if workspace is not None:
         if size is not None and workspace.shape != size:
-            raise DecodeError(f"the decode workspaces of one runner differ in size: {size[0]} and {workspace.shape[0]} bytes")
+            raise DecodeError(
+                f"the decode workspaces of one runner differ in size: {size[0]} and {workspace.shape[0]} bytes"
+            )
         others.add(decode)
         for backend in others:
             backend.workspace_buffer = workspace
@@ -337,8 +359,8 @@ def router_class() -> type:
 # ---- the wrappers ----
 
 
-def install(module: ModuleType) -> None:
-    known = facts(installed.release())
+def install(module: ModuleType, release: Release) -> None:
+    known = facts(release)
     if module.__name__.endswith("attention_registry"):
         activation.wrap(module, "attn_backend_wrapper", functools.partial(build, module, known))
     elif module.__name__.endswith("hybrid_linear_attn_backend"):
@@ -373,7 +395,7 @@ def build(registry: Any, known: Facts, wrapped: Any, instance: Any, args: tuple,
     prefill = full.prefill_backend if is_router(full) else full
     if is_aiter(prefill):
         # Prefill has an AITER backend, with a workspace: decode runs on it too.
-        check_aiter()
+        check_aiter(known)
         serve(prefill, runner, layers_seen=full_layers(runner, hybrid_config(registry, runner)) is not None)
         log_once(NAME, "routed", "full-attention layers: prefill and decode on %s", type(prefill).__name__, level=20)
         return wrapped(runner, prefill)
@@ -454,7 +476,9 @@ def filtered(known: Facts, decode: Any, kwargs: dict) -> dict:
         elif value is None or name == "layer_id":
             count(NAME, "dropped", name)
         else:
-            raise DecodeError(f"the model passes {name}, which AITER's paged attention does not take and would change the result: {OFF}")
+            raise DecodeError(
+                f"the model passes {name}, which AITER's paged attention does not take and would change the result: {OFF}"
+            )
     return result
 
 
@@ -486,28 +510,46 @@ CAPABILITY = Capability(
     name=NAME,
     summary="decode of a hybrid model's full-attention layers through AITER paged attention",
     why="the AITER decode kernel is faster than the prefill backend's, and hybrid models cannot choose it on their own",
-    wraps=("attention_registry.attn_backend_wrapper", "HybridLinearAttnBackend.forward_decode", f"aiter_backend.{KERNEL}"),
+    wraps=(
+        "attention_registry.attn_backend_wrapper",
+        "HybridLinearAttnBackend.forward_decode",
+        f"aiter_backend.{KERNEL}",
+    ),
     upstream=("https://github.com/sgl-project/sglang/pull/24129", "https://github.com/sgl-project/sglang/pull/24587"),
     until="no release yet",
     switch=settings.PA,
-    targets=(f"{ATTENTION}.attention_registry", f"{ATTENTION}.hybrid_linear_attn_backend", f"{ATTENTION}.aiter_backend"),
+    targets=(
+        f"{ATTENTION}.attention_registry",
+        f"{ATTENTION}.hybrid_linear_attn_backend",
+        f"{ATTENTION}.aiter_backend",
+    ),
     kernels=(KERNEL,),
     needs=(
         Needs(REGISTRY, "attn_backend_wrapper", ("runner", "full_attn_backend")),
         Needs(REGISTRY, "create_aiter_backend", ("runner",)),
         Needs(
-            LINEAR, "HybridLinearAttnBackend.__init__", ("full_attn_backend", "linear_attn_backend", "full_attn_layers"),
+            LINEAR,
+            "HybridLinearAttnBackend.__init__",
+            ("full_attn_backend", "linear_attn_backend", "full_attn_layers"),
             mentions=("full_attn_backend", "full_attn_layers"),
         ),
-        Needs(LINEAR, "HybridLinearAttnBackend.forward_decode", ("layer", "forward_batch", "save_kv_cache", "q", "k", "v", "**kwargs")),
         Needs(
-            ROUTER, "HybridAttnBackend.__init__", ("model_runner", "prefill_backend", "decode_backend"),
+            LINEAR,
+            "HybridLinearAttnBackend.forward_decode",
+            ("layer", "forward_batch", "save_kv_cache", "q", "k", "v", "**kwargs"),
+        ),
+        Needs(
+            ROUTER,
+            "HybridAttnBackend.__init__",
+            ("model_runner", "prefill_backend", "decode_backend"),
             mentions=("prefill_backend", "decode_backend"),
         ),
         Needs(ROUTER, "HybridAttnBackend._select_backend", ("forward_mode",)),
         Needs(ROUTER, "HybridAttnBackend.forward_decode", ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")),
         Needs(
-            BACKEND, "AiterAttnBackend.forward_decode", ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
+            BACKEND,
+            "AiterAttnBackend.forward_decode",
+            ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
             mentions=("workspace_buffer",),
         ),
         Needs(BACKEND, "AiterAttnBackend.__init__", mentions=("workspace_buffer", "max_context_len")),

@@ -27,10 +27,10 @@ BUILDER = "_asm_context_prefill_gather_indices"
 
 def probe(release: Release) -> Verdict:
     source = release.source(BACKEND)
-    if calls(source.function("AiterAttnBackend.forward_extend"), BUILDER):
+    if calls(release.function(BACKEND, "AiterAttnBackend.forward_extend"), BUILDER):
         Needs(BACKEND, BUILDER, ("kv_indptr", "kv_indices", "seq_lens", "num_kv_slots", "forward_mode")).check(release)
         return Verdict(APPLY, f"forward_extend calls {BUILDER} at every layer")
-    if source.function("AiterAttnBackend._asm_context_prefill_indices") is not None:
+    if source is not None and source.function("AiterAttnBackend._asm_context_prefill_indices") is not None:
         return Verdict(UPSTREAM, "forward_extend takes the slots from _asm_context_prefill_indices, once a batch")
     if asm_calls(release)[True]:
         raise Unsupported("forward_extend works out the slots for its ASM branch in a way that is not known here")
@@ -67,7 +67,7 @@ def gather_indices(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> An
     return result
 
 
-def install(module: ModuleType) -> None:
+def install(module: ModuleType, release: Release) -> None:
     activation.wrap(module, BUILDER, gather_indices)
     activation.wrap(module, "AiterAttnBackend.forward_extend", forward_extend)
 
@@ -82,7 +82,14 @@ CAPABILITY = Capability(
     switch=ASM,
     targets=(f"{ATTENTION}.aiter_backend",),
     kernels=(),
-    needs=(Needs(BACKEND, "AiterAttnBackend.forward_extend", leading=("q", "k", "v", "layer", "forward_batch"), mentions=("forward_metadata",)),),
+    needs=(
+        Needs(
+            BACKEND,
+            "AiterAttnBackend.forward_extend",
+            leading=("q", "k", "v", "layer", "forward_batch"),
+            mentions=("forward_metadata",),
+        ),
+    ),
     probe=probe,
     install=install,
 )

@@ -24,7 +24,7 @@ KERNEL = "flash_attn_varlen_fp8_pertensor_func"
 
 
 def probe(release: Release) -> Verdict:
-    extend = release.source(BACKEND).function("AiterAttnBackend.forward_extend")
+    extend = release.function(BACKEND, "AiterAttnBackend.forward_extend")
     asm = calls(extend, KERNEL)
     if not asm and not mentions(extend, "is_gfx95_supported"):
         return Verdict(NOT_APPLICABLE, "forward_extend makes no ASM call of its own")
@@ -35,7 +35,9 @@ def probe(release: Release) -> Verdict:
     if not unguarded:
         return Verdict(UPSTREAM, "forward_extend checks the head ratio before each of its ASM calls")
     if not all("is_gfx95_supported()" in words for words in unguarded):
-        raise Unsupported("forward_extend has an ASM call without a head-ratio guard that does not ask is_gfx95_supported()")
+        raise Unsupported(
+            "forward_extend has an ASM call without a head-ratio guard that does not ask is_gfx95_supported()"
+        )
     return Verdict(APPLY, f"forward_extend has {len(unguarded)} ASM branch(es) that do not check the head ratio")
 
 
@@ -62,7 +64,7 @@ def is_gfx95_supported(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -
     return False if _scope.value else wrapped(*args, **kwargs)
 
 
-def install(module: ModuleType) -> None:
+def install(module: ModuleType, release: Release) -> None:
     activation.wrap(module, "is_gfx95_supported", is_gfx95_supported)
     activation.wrap(module, "AiterAttnBackend.forward_extend", forward_extend)
 
@@ -77,7 +79,14 @@ CAPABILITY = Capability(
     switch=None,
     targets=(f"{ATTENTION}.aiter_backend",),
     kernels=(),
-    needs=(Needs(BACKEND, "AiterAttnBackend.forward_extend", leading=("q", "k", "v", "layer", "forward_batch"), mentions=("use_mla",)),),
+    needs=(
+        Needs(
+            BACKEND,
+            "AiterAttnBackend.forward_extend",
+            leading=("q", "k", "v", "layer", "forward_batch"),
+            mentions=("use_mla",),
+        ),
+    ),
     probe=probe,
     install=install,
 )

@@ -20,19 +20,21 @@ BACKEND = "srt.layers.attention.aiter_backend"
 
 
 def probe(release: Release) -> Verdict:
-    init = release.source(BACKEND).function("AiterAttnBackend.__init__")
+    init = release.function(BACKEND, "AiterAttnBackend.__init__")
     if mentions(init, "get_v_head_dim"):
         return Verdict(UPSTREAM, "AiterAttnBackend.__init__ asks the pool for get_v_head_dim itself")
     reads = calls(init, "get_value_buffer")
     if len(reads) != 1 or [getattr(a, "value", None) for a in reads[0].args] != [0]:
         raise Unsupported("AiterAttnBackend.__init__ neither asks for get_v_head_dim nor reads get_value_buffer(0)")
-    return Verdict(APPLY, "AiterAttnBackend.__init__ reads the value buffer of layer 0, which a hybrid pool may not have")
+    return Verdict(
+        APPLY, "AiterAttnBackend.__init__ reads the value buffer of layer 0, which a hybrid pool may not have"
+    )
 
 
 def wrapper(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
     """Around `AiterAttnBackend.__init__`; shows it layer 0 of a pool that has none."""
     runner = args[0] if args else kwargs.get("model_runner")
-    pool = getattr(runner, "token_to_kv_pool", None)
+    pool: Any = getattr(runner, "token_to_kv_pool", None)
     if not hasattr(pool, "get_v_head_dim"):
         return wrapped(*args, **kwargs)
     original, own = pool.get_value_buffer, "get_value_buffer" in vars(pool)
@@ -59,7 +61,7 @@ def wrapper(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
             del pool.get_value_buffer
 
 
-def install(module: ModuleType) -> None:
+def install(module: ModuleType, release: Release) -> None:
     activation.wrap(module, "AiterAttnBackend.__init__", wrapper)
 
 

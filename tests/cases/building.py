@@ -100,10 +100,11 @@ def wrong_gpu() -> dict:
     for arch in ("gfx1100:sramecc-", "gfx942:sramecc+:xnack-"):
         torch.cuda.current_device = lambda: 0
         torch.cuda.get_device_properties = lambda device, arch=arch: types.SimpleNamespace(gcnArchName=arch)
+        from sglang_aiter_ext import installed
         from sglang_aiter_ext.capabilities import decode_pa
 
         try:
-            decode_pa.check_aiter()
+            decode_pa.check_aiter(decode_pa.facts(installed.release()))
             out[arch] = "usable"
         except Exception as error:
             out[arch] = f"{type(error).__name__}: {error}"
@@ -124,7 +125,6 @@ def states() -> dict:
     try:
         import sglang.srt.layers.attention.aiter_backend as aiter_backend
         import sglang.srt.layers.attention.attention_registry as registry
-
         import sglang.srt.layers.attention.hybrid_linear_attn_backend as hybrid
     except Exception as error:
         return {"import_error": f"{type(error).__name__}: {error}", "logs": LOGS.take()}
@@ -169,7 +169,11 @@ def late() -> dict:
         stack.decode([1])
     import importlib
 
-    supported = sum(hasattr(vars(m).get("is_gfx95_supported"), "__wrapped__") for n, m in list(sys.modules.items()) if n.startswith("sglang."))
+    supported = sum(
+        hasattr(vars(m).get("is_gfx95_supported"), "__wrapped__")
+        for n, m in list(sys.modules.items())
+        if n.startswith("sglang.")
+    )
 
     once = depth(aiter_backend.AiterAttnBackend.__dict__["forward_extend"])
     importlib.reload(aiter_backend)
@@ -217,6 +221,7 @@ def plugin_late() -> dict:
 
 def _loaded() -> dict:
     import sglang.srt.layers.attention.attention_registry as registry
+
     import sglang_aiter_ext
 
     stack = harness.Stack(backend="triton")

@@ -12,7 +12,17 @@ def steps() -> list[dict]:
         (1, True, None, None, None), (16, True, 1.0, 1.0, None), (16, True, 0.5, 2.0, 0.03), (64, True, 0.0371, 1.7, None),
         (16, False, None, None, None), (1, False, 0.5, 2.0, 0.1),
     ):  # fmt: skip
-        stack = harness.Stack(backend="triton", page_size=page_size, fp8=fp8, k_scale=k_scale, v_scale=v_scale, scaling=scaling, linear=k_scale is None or fp8, layers=2, full_interval=2)
+        stack = harness.Stack(
+            backend="triton",
+            page_size=page_size,
+            fp8=fp8,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            scaling=scaling,
+            linear=k_scale is None or fp8,
+            layers=2,
+            full_interval=2,
+        )
         row = {"case": [page_size, fp8, k_scale, v_scale, scaling], "batches": [], "backend": describe(stack.backend)}
         forget()
         for lengths in ({1: 20, 2: 37}, {1: 5, 2: 40, 3: 9}):
@@ -110,7 +120,10 @@ def left_alone() -> dict:
     case("sinks", sinks)
     case("vectorized_5d", lambda s: setattr(s.token_to_kv_pool.full_kv_pool, "kv_cache_layout", "vectorized_5d"))
     case("kv_cache_dtype", lambda s: s.runner.__dict__.update(kv_cache_dtype=torch.float8_e5m2))
-    case("speculative", lambda s: s.server_args.__dict__.update(speculative_algorithm="EAGLE", speculative_attention_mode="decode"))
+    case(
+        "speculative",
+        lambda s: s.server_args.__dict__.update(speculative_algorithm="EAGLE", speculative_attention_mode="decode"),
+    )
     return out
 
 

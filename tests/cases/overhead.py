@@ -34,7 +34,9 @@ def wrappers() -> dict:
     q = torch.zeros(4, layer.tp_q_head_num * 256, dtype=torch.bfloat16)
     backend = stack.backend.full_attn_backend
     backend.init_forward_metadata(batch)
-    out["forward_extend that declines"] = measure(aiter_backend.AiterAttnBackend, "forward_extend", backend, (q, q, q, layer, batch))
+    out["forward_extend that declines"] = measure(
+        aiter_backend.AiterAttnBackend, "forward_extend", backend, (q, q, q, layer, batch)
+    )
 
     stack = harness.Stack(backend="triton")
     stack.grow({1: 20})
@@ -45,7 +47,10 @@ def wrappers() -> dict:
     )
     linear = type("Linear", (), {"layer_id": 0})()
     out["forward_decode, linear"] = measure(
-        hybrid.HybridLinearAttnBackend, "forward_decode", stack.backend, (linear, batch, True, None, None, None, q, q, q)
+        hybrid.HybridLinearAttnBackend,
+        "forward_decode",
+        stack.backend,
+        (linear, batch, True, None, None, None, q, q, q),
     )
     return out
 

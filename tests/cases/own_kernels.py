@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import harness  # noqa: F401  (mends the interpreter)
 import torch
+
 from sglang_aiter_ext.kernels import gather_kv
 from sglang_aiter_ext.kernels import gather_kv_reference as reference
 
@@ -21,8 +22,16 @@ def gather() -> list[dict]:
                         .to(DEVICE).view(dtype) for d in (k_dim, v_dim)]  # fmt: skip
                 for slot_dtype in (torch.int32, torch.int64):
                     slots = torch.randint(0, 400, (tokens,), generator=generator).to(DEVICE, slot_dtype)
-                    out = [torch.full((tokens, *x.shape[1:]), 0, dtype=torch.uint8, device=DEVICE).view(torch.uint8) for x in pool]
-                    out = [torch.full((tokens, heads, x.shape[2] * x.element_size()), 0xA5, dtype=torch.uint8, device=DEVICE).view(dtype) for x in pool]
+                    out = [
+                        torch.full((tokens, *x.shape[1:]), 0, dtype=torch.uint8, device=DEVICE).view(torch.uint8)
+                        for x in pool
+                    ]
+                    out = [
+                        torch.full(
+                            (tokens, heads, x.shape[2] * x.element_size()), 0xA5, dtype=torch.uint8, device=DEVICE
+                        ).view(dtype)
+                        for x in pool
+                    ]
                     gather_kv.launch_gather(*pool, slots, *out)
                     want = reference.gather_kv(*pool, slots)
                     same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(out, want))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from recording import Logs, Trace, counters, forget, harness, torch
-
 import aiter
+from recording import Logs, Trace, counters, forget, harness, torch
 
 MIXES = {
     1: [{1: 37}, {1: 64}, {1: 1}],
@@ -142,7 +141,10 @@ def guards() -> dict:
     case("zero_length_request", lengths={1: 5, 3: 0})
     case("lengths_mismatch", tamper=lambda s, batch: batch.extend_prefix_lens_cpu.__setitem__(0, 41))
     case("no_host_lengths", tamper=lambda s, batch: setattr(batch, "seq_lens_cpu", None))
-    case("table_mismatch", tamper=metadata(lambda m, b: setattr(m, "kv_indices", torch.cat([m.kv_indices, m.kv_indices[-1:]]))))
+    case(
+        "table_mismatch",
+        tamper=metadata(lambda m, b: setattr(m, "kv_indices", torch.cat([m.kv_indices, m.kv_indices[-1:]]))),
+    )
     case("custom_mask", tamper=metadata(lambda m, b: setattr(m, "custom_mask", torch.ones(4))))
 
     def no_memory(*args):
@@ -159,7 +161,11 @@ def guards() -> dict:
     kept = getattr(gather_kv, "gather_kv", None)
     case("out_of_memory", setup=lambda s: setattr(gather_kv, "gather_kv", no_memory),
          undo=lambda: setattr(gather_kv, "gather_kv", kept), layers=8, full_interval=2)  # fmt: skip
-    case("kernel_error", setup=lambda s: aiter.BEFORE_CALL.insert(0, broken), undo=lambda: aiter.BEFORE_CALL.remove(broken))
+    case(
+        "kernel_error",
+        setup=lambda s: aiter.BEFORE_CALL.insert(0, broken),
+        undo=lambda: aiter.BEFORE_CALL.remove(broken),
+    )
     case("served")
     return out
 
@@ -190,8 +196,24 @@ def declined_first_chunks() -> dict:
     case("zero_length_request", {1: 5, 2: 0})
     case("table_ambiguous", {1: 1, 2: 1, 3: 1})
     case("forward_mode", {1: 5, 2: 8}, "MIXED")
-    case("out_of_memory", {1: 9}, None, lambda: setattr(gather_kv, "gather_kv", no_memory), lambda: setattr(gather_kv, "gather_kv", kept), layers=8, full_interval=2)
-    case("kernel_error", {1: 9}, None, lambda: aiter.BEFORE_CALL.insert(0, broken), lambda: aiter.BEFORE_CALL.remove(broken), layers=8, full_interval=2)
+    case(
+        "out_of_memory",
+        {1: 9},
+        None,
+        lambda: setattr(gather_kv, "gather_kv", no_memory),
+        lambda: setattr(gather_kv, "gather_kv", kept),
+        layers=8,
+        full_interval=2,
+    )
+    case(
+        "kernel_error",
+        {1: 9},
+        None,
+        lambda: aiter.BEFORE_CALL.insert(0, broken),
+        lambda: aiter.BEFORE_CALL.remove(broken),
+        layers=8,
+        full_interval=2,
+    )
     return out
 
 
@@ -203,7 +225,11 @@ def odd_batches() -> dict:
         forget()
         with Trace() as trace:
             result = stack.extend(lengths, **options)
-        out[name] = {"kernels": trace.kernels, "fp8_error": result.error(fp8_queries=True), "counters": counters().get("asm_context_prefill")}
+        out[name] = {
+            "kernels": trace.kernels,
+            "fp8_error": result.error(fp8_queries=True),
+            "counters": counters().get("asm_context_prefill"),
+        }
 
     def grown(lengths, **options):
         stack = harness.Stack(**options)
@@ -215,7 +241,12 @@ def odd_batches() -> dict:
         batch.extend_seq_lens_cpu = torch.tensor(batch.extend_seq_lens_cpu)
 
     case("tensor_lengths", {1: 5, 2: 7}, grown({1: 20, 2: 9}), tamper=tensors)
-    case("no_prefix_lengths", {1: 5, 2: 7}, grown({1: 20, 2: 9}), tamper=lambda s, b: setattr(b, "extend_prefix_lens_cpu", None))
+    case(
+        "no_prefix_lengths",
+        {1: 5, 2: 7},
+        grown({1: 20, 2: 9}),
+        tamper=lambda s, b: setattr(b, "extend_prefix_lens_cpu", None),
+    )
     case("one_token", {1: 1}, grown({}))
     for name, k_scale, v_scale in (("only_k", 0.5, None), ("only_v", None, 2.0)):
         case(name, {1: 5, 2: 7}, grown({1: 20}, k_scale=k_scale, v_scale=v_scale))

@@ -44,7 +44,9 @@ def aiter_backend() -> dict:
 
 def decode(fp8: bool) -> dict:
     forget()
-    stack = harness.Stack(backend="triton", fp8=fp8, k_scale=0.5 if fp8 else None, v_scale=2.0 if fp8 else None, scaling=0.05)
+    stack = harness.Stack(
+        backend="triton", fp8=fp8, k_scale=0.5 if fp8 else None, v_scale=2.0 if fp8 else None, scaling=0.05
+    )
     stack.grow({1: 33, 2: 16})
     with Trace() as trace:
         result = stack.decode([1, 2])
@@ -59,10 +61,12 @@ def ratio() -> dict:
     out = {}
     forget()
     for name, lengths in (("first", {1: 20, 2: 7}), ("prefix", {1: 5, 2: 9})):
+
         def run(lengths=lengths):
             with Trace() as trace:
                 result = stack.extend(lengths)
             return {"calls": trace.calls, "fp8_error": result.error(fp8_queries=True)}
+
         out[name] = _attempt(run)
     return {**out, "counters": counters(), "logs": logs.take()}
 

@@ -24,7 +24,9 @@ def main():
         near += best - second < ROUNDING
         if best - second >= ROUNDING:
             wrong.append((number, first, best - second))
-    print(f"{same} of {len(without)} requests have the same tokens, {near} part where two tokens are {ROUNDING} apart or less, {len(wrong)} differ: {wrong}")
+    print(
+        f"{same} of {len(without)} requests have the same tokens, {near} part where two tokens are {ROUNDING} apart or less, {len(wrong)} differ: {wrong}"
+    )
     return bool(wrong)
 
 

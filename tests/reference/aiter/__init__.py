@@ -114,7 +114,9 @@ def flash_attn_varlen_func(
                         ("cu_seqlens_q_padded", cu_seqlens_q_padded),
                         ("cu_seqlens_k_padded", cu_seqlens_k_padded)):  # fmt: skip
         _require(value is None, f"{name} is not in the reference")
-    _require(not (dropout_p or return_lse or return_attn_probs), "dropout, LSE and probabilities are not in the reference")
+    _require(
+        not (dropout_p or return_lse or return_attn_probs), "dropout, LSE and probabilities are not in the reference"
+    )
     return _varlen(q, k, v, None, None, None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                    softmax_scale, logits_soft_cap, causal, window_size, out)  # fmt: skip
 
@@ -128,11 +130,23 @@ def flash_attn_varlen_fp8_pertensor_func(
     _called("flash_attn_varlen_fp8_pertensor_func", q=q, k=k, v=v, q_descale=q_descale,
             k_descale=k_descale, v_descale=v_descale, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, softmax_scale=softmax_scale)  # fmt: skip
-    _require(q.dtype in FP8 and q.dtype == k.dtype == v.dtype, f"q, k, v must share an fp8 dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
-    _require(q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] in ASM_HEAD_DIMS, f"head_dim {q.shape[-1]}, {k.shape[-1]}, {v.shape[-1]} is not covered")
+    _require(
+        q.dtype in FP8 and q.dtype == k.dtype == v.dtype,
+        f"q, k, v must share an fp8 dtype, not {q.dtype}, {k.dtype}, {v.dtype}",
+    )
+    _require(
+        q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] in ASM_HEAD_DIMS,
+        f"head_dim {q.shape[-1]}, {k.shape[-1]}, {v.shape[-1]} is not covered",
+    )
     _require(k.shape[1] == v.shape[1], "K and V must have as many heads")
-    _require(q.shape[1] % k.shape[1] == 0 and q.shape[1] // k.shape[1] in ASM_HEAD_RATIOS, f"{q.shape[1]} query heads over {k.shape[1]} KV heads is not covered")
-    _require(causal and not logits_soft_cap and tuple(window_size)[:2] == (-1, -1) and sink_ptr is None, "only plain causal attention is covered")
+    _require(
+        q.shape[1] % k.shape[1] == 0 and q.shape[1] // k.shape[1] in ASM_HEAD_RATIOS,
+        f"{q.shape[1]} query heads over {k.shape[1]} KV heads is not covered",
+    )
+    _require(
+        causal and not logits_soft_cap and tuple(window_size)[:2] == (-1, -1) and sink_ptr is None,
+        "only plain causal attention is covered",
+    )
     for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         _require(scale is not None, f"{name} is missing")
         _check_descale(name, scale, q.device)
@@ -176,7 +190,9 @@ def mha_batch_prefill_func(
                         ("block_table", block_table), ("seqlen_k", seqlen_k),
                         ("kv_block_descale", kv_block_descale)):  # fmt: skip
         _require(value is None, f"{name} is not in the reference")
-    _require(not (dropout_p or return_lse or return_attn_probs), "dropout, LSE and probabilities are not in the reference")
+    _require(
+        not (dropout_p or return_lse or return_attn_probs), "dropout, LSE and probabilities are not in the reference"
+    )
     _require(k.dim() == 3 and v.dim() == 3, "K and V must be [slots, heads, head_dim]")
     _require(k.stride(-1) == 1 and v.stride(-1) == 1, "K and V need a contiguous last dimension")
     _require(kv_page_indices.dtype == torch.int32, f"kv_page_indices must be int32, not {kv_page_indices.dtype}")
@@ -214,12 +230,21 @@ def paged_attention_ragged(
             v_scale=v_scale, kv_indptr=kv_indptr, kv_page_indices=kv_page_indices,
             kv_cache_dtype=kv_cache_dtype, workspace_buffer=workspace_buffer)  # fmt: skip
     batch, heads, head_dim = query.shape
-    _require(alibi_slopes is None and fp8_out_scale is None and mtp == 1, "alibi, fp8 output and mtp are not in the reference")
-    _require(block_size == 1 and key_cache.shape[1] == 1 and kv_cache_layout == "NHD", "only block size 1 in NHD is in the reference")
+    _require(
+        alibi_slopes is None and fp8_out_scale is None and mtp == 1,
+        "alibi, fp8 output and mtp are not in the reference",
+    )
+    _require(
+        block_size == 1 and key_cache.shape[1] == 1 and kv_cache_layout == "NHD",
+        "only block size 1 in NHD is in the reference",
+    )
     _require(head_dim == key_cache.shape[-1] == value_cache.shape[-1], "head_dim of Q, K and V must be one")
     _require(heads % key_cache.shape[2] == 0, "query heads must be a multiple of KV heads")
     _require(query.dtype in (torch.bfloat16, torch.float16), f"query must be bf16 or fp16, not {query.dtype}")
-    _require(query.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == 1, "Q, K and V need a contiguous last dimension")
+    _require(
+        query.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == 1,
+        "Q, K and V need a contiguous last dimension",
+    )
     _require(kv_cache_dtype in ("auto", "fp8", "fp8_e4m3"), f"kv_cache_dtype {kv_cache_dtype!r}")
     is_fp8 = key_cache.dtype in FP8
     _require(is_fp8 == (kv_cache_dtype != "auto"), f"a {key_cache.dtype} cache with kv_cache_dtype {kv_cache_dtype!r}")
@@ -230,7 +255,10 @@ def paged_attention_ragged(
         _check_descale(name, value, query.device)
     _require(isinstance(scale, float), "scale must be a Python float")
     needed = batch * heads * max_num_partitions * (head_dim * 4 + 8)
-    _require(workspace_buffer.numel() * workspace_buffer.element_size() >= needed, f"the workspace is smaller than {needed} bytes")
+    _require(
+        workspace_buffer.numel() * workspace_buffer.element_size() >= needed,
+        f"the workspace is smaller than {needed} bytes",
+    )
     longest = max_num_partitions * partition_size
     if _values_visible(query):
         bounds = _check_cu_seqlens("kv_indptr", kv_indptr, kv_page_indices.shape[0], longest)

@@ -51,6 +51,16 @@ def test_each_condition_of_a_layer(reason):
     assert found == reason and message % tuple(arguments)
 
 
+def test_the_kind_of_batch_and_what_comes_with_the_call():
+    for mode in ("MIXED", "SPLIT_PREFILL", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "DLLM_EXTEND"):
+        other = Batch(forward_mode=SimpleNamespace(name=mode))
+        assert asm.check_layer(backend(), QUERIES, layer(), other, None)[0] == "forward_mode"
+    assert asm.check_layer(backend(), QUERIES, layer(), EXTEND, torch.zeros(8))[0] == "sinks"
+    assert asm.check_layer(backend(), QUERIES.half(), layer(), EXTEND, None)[0] == "activation_dtype"
+    hidden = SimpleNamespace(full_kv_pool=SimpleNamespace(kv_cache_layout="vectorized_5d"))
+    assert asm.check_layer(backend(token_to_kv_pool=hidden), QUERIES, layer(), EXTEND, None)[0] == "vectorized_5d"
+
+
 @pytest.mark.parametrize(
     "heads, kv_heads, covered",
     [(8, 8, 1), (8, 4, 1), (16, 1, 1), (32, 2, 1), (24, 4, 0), (32, 1, 0), (3, 1, 0), (7, 2, 0)],
@@ -62,12 +72,13 @@ def test_head_ratios(heads, kv_heads, covered):
     assert (found is None) == bool(covered)
 
 
-def plan(prefix, extend, *, rows=None, entries=None, padding=256, page=16, dtype=torch.int32, **changed):
+def plan(prefix, extend, *, rows=None, entries=None, padding=256, page=16, dtype=torch.int32, metadata=(), **changed):
     total = [p + e for p, e in zip(prefix, extend)]
     tokens = sum(total)
     table = torch.arange(tokens + padding if entries is None else entries).to(dtype)
-    metadata = SimpleNamespace(kv_indices=table, kv_indptr=torch.tensor([0, *total]).cumsum(0).to(torch.int32),
+    own = dict(kv_indices=table, kv_indptr=torch.tensor([0, *total]).cumsum(0).to(torch.int32),
                                max_q_len=max(extend, default=0), max_kv_len=max(total, default=0))  # fmt: skip
+    metadata = SimpleNamespace(**{**own, **dict(metadata)})
     fields = dict(
         extend_prefix_lens_cpu=prefix,
         extend_seq_lens_cpu=extend,
@@ -120,6 +131,13 @@ def test_each_condition_of_a_batch():
     assert reason(plan([4], [2], extend_seq_lens_cpu=[2, 1])) == "lengths_mismatch"
     assert reason(plan([4], [20], entries=23)) == "table_mismatch"
     assert reason(plan([4], [20], dtype=torch.int64)) == "table_mismatch"
+    # As long as the metadata says it is, and as many requests end where they should.
+    assert reason(plan([4], [2], metadata={"max_q_len": 3})) == "lengths_mismatch"
+    assert reason(plan([4], [2], metadata={"max_kv_len": 7})) == "lengths_mismatch"
+    assert reason(plan([4, 9], [2, 3], extend_prefix_lens_cpu=[5, 8])) == "lengths_mismatch"
+    assert reason(plan([4], [2], metadata={"custom_mask": torch.ones(1)})) == "custom_mask"
+    assert reason(plan([4], [2], metadata={"kv_indptr": torch.tensor([0, 6])})) == "table_mismatch"
+    assert reason(plan([4], [2], metadata={"kv_indptr": torch.tensor([0], dtype=torch.int32)})) == "table_mismatch"
     # One token a request: tokens and pages are as many.
     assert reason(plan([0, 0], [1, 1])) == "table_ambiguous"
     assert reason(plan([0, 0], [1, 1], page=1)) is None
@@ -148,3 +166,17 @@ def test_each_condition_of_the_paged_call():
     assert check(1, torch.zeros(64, 4, 256, dtype=torch.uint8).view(FP8)[:, ::2]) == "pool_layout"
     assert check(k_descale=torch.ones(2)) == check(v_descale=torch.ones(2)) == "scale_shape"
     assert asm.check_call(layer(), made, tuple(arguments[:7]), {})[0] == "table_mismatch"
+
+
+def test_a_plan_is_made_once_for_its_batch_and_not_kept_for_another():
+    table = torch.arange(6 + 256, dtype=torch.int32)
+    metadata = SimpleNamespace(
+        kv_indices=table, kv_indptr=torch.tensor([0, 6], dtype=torch.int32), max_q_len=2, max_kv_len=6
+    )
+    lengths = dict(extend_prefix_lens_cpu=[4], extend_seq_lens_cpu=[2], seq_lens_cpu=torch.tensor([6]), batch_size=1)
+    one, other, of = Batch(**lengths), Batch(**lengths), backend(forward_metadata=metadata)
+    made = asm.plan_for(of, one, 2)
+    assert asm.plan_for(of, one, 2) is made
+    assert asm.plan_for(of, other, 2) is not made
+    metadata.kv_indices = table.clone()
+    assert asm.plan_for(of, other, 2).table is metadata.kv_indices

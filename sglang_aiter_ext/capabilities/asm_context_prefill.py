@@ -163,7 +163,7 @@ def plan_batch(backend: Any, batch: Any, q_rows: int) -> Plan:
     prefix, extend, total = (x.tolist() if torch.is_tensor(x) else list(x) for x in lengths)
     if not total or not q_rows:
         return decline("no_tokens", "the batch has no tokens")
-    if min(total) == 0 or min(extend, default=0) == 0:
+    if min(extend, default=0) == 0:
         return decline("zero_length_request", "a request of the batch has length 0")
     lengths_agree = (
         len(prefix) == len(extend) == len(total) == batch.batch_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 import threading
 import weakref
@@ -30,6 +31,11 @@ class State:
     installed_in: set[str] = dataclasses.field(default_factory=set)
 
     @property
+    def switch(self) -> str:
+        """The variable that turns it on or off."""
+        return self.capability.switch.name if self.capability.switch else settings.DISABLE.name
+
+    @property
     def state(self) -> str:
         if self.error is not None:
             return "failed"
@@ -46,26 +52,30 @@ _reported: set[str] = set()
 _states: dict[str, State] = {}
 
 
-def states() -> dict[str, State]:
-    """The state of every capability, in order; the installed release is probed once."""
+def evaluate(release: installed.Release | None) -> dict[str, State]:
+    """The state of every capability for `release`, in order, before anything is installed."""
     from .capabilities import CAPABILITIES
 
+    names = tuple(c.name for c in CAPABILITIES)
+    off, errors = settings.disabled(names), settings.errors(names)
+    result = {}
+    for capability in CAPABILITIES:
+        switches = [s for s in (settings.MASTER, capability.switch) if s is not None]
+        unreadable = [str(errors[s.name]) for s in switches if s.name in errors]
+        enabled = capability.name not in off and not unreadable and all(map(settings.boolean, switches))
+        result[capability.name] = State(capability, capability.verdict(release), enabled, "; ".join(unreadable) or None)
+    return result
+
+
+def states() -> dict[str, State]:
+    """The states in this process; the installed release is probed once."""
     with _lock:
         if _states:
             return _states
         release = installed.release()
-        names = tuple(c.name for c in CAPABILITIES)
-        off, errors = settings.disabled(names), settings.errors(names)
-        result = {}
-        for capability in CAPABILITIES:
-            state = State(capability, capability.verdict(release), enabled=capability.name not in off)
-            for setting in (settings.MASTER, capability.switch):
-                if setting is not None and setting.name in errors:
-                    state.enabled, state.error = False, str(errors[setting.name])
-                elif setting is not None:
-                    state.enabled = state.enabled and settings.boolean(setting)
-            result[capability.name] = state
+        result = evaluate(release)
         if release is not None:
+            # Without one nothing is kept: a path may be added later.
             _states.update(result)
         return result
 
@@ -78,7 +88,7 @@ def status() -> list[dict]:
             "verdict": state.verdict.verdict,
             "reason": state.verdict.reason,
             "enabled": state.enabled,
-            "switch": state.capability.switch.name if state.capability.switch else settings.DISABLE.name,
+            "switch": state.switch,
             "state": state.state,
             "error": state.error,
         }
@@ -112,17 +122,13 @@ def _report(message: str) -> None:
 def _serve(module: ModuleType, late: bool) -> None:
     from .capabilities import CAPABILITIES
 
-    for error in settings.errors(tuple(c.name for c in CAPABILITIES)).values():
+    errors = settings.errors(tuple(c.name for c in CAPABILITIES))
+    for error in errors.values():
         if settings.strict():
             raise error
         _report(str(error))
-    try:
-        if not settings.boolean(settings.MASTER):
-            return
-    except settings.SettingError:
-        return
     release = installed.release()
-    if release is None:
+    if settings.MASTER.name in errors or not settings.boolean(settings.MASTER) or release is None:
         return
     _summarise(release)
     # The first capability's wrapper is the outermost.
@@ -154,7 +160,7 @@ def _install(state: State, module: ModuleType, release: installed.Release, late:
             if message not in _reported:
                 _reported.add(message)
                 asked_for = capability.switch is not None and not capability.switch.default
-                logger.log(30 if asked_for else 20, "%s", message)
+                logger.log(logging.WARNING if asked_for else logging.INFO, "%s", message)
         return
     before = dict(vars(module)) if late else {}
     try:

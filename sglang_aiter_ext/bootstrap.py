@@ -54,15 +54,18 @@ def _tell_when_executed(spec) -> None:
         pass
 
 
+def waiting() -> bool:
+    """Whether the finder is in place in this process."""
+    return any(type(f).__name__ == "TargetFinder" and type(f).__module__ == __name__ for f in sys.meta_path)
+
+
 def install() -> None:
     """Put the finder first on sys.meta_path, once, and serve targets that are imported already."""
     import os
 
     if os.environ.get("SGLANG_AITER_EXT", "").strip().lower() in ("0", "false", "no", "off"):
         return
-    if not any(
-        type(finder).__name__ == "TargetFinder" and type(finder).__module__ == __name__ for finder in sys.meta_path
-    ):
+    if not waiting():
         sys.meta_path.insert(0, TargetFinder())
     imported = [name for name in TARGETS if sys.modules.get(name) is not None]
     if imported:

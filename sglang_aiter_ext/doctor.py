@@ -10,10 +10,10 @@ import importlib.metadata
 import importlib.util
 import os
 import pathlib
-import sys
 from typing import Any
 
-from . import installed, settings
+from . import bootstrap, installed, settings
+from .activation import evaluate
 from .capabilities import CAPABILITIES
 from .capability import APPLY, UNSUPPORTED
 
@@ -28,18 +28,16 @@ def examine(sglang_path: str | None = None) -> dict[str, Any]:
     holds no release.
     """
     release = installed.release() if sglang_path is None else unpacked(pathlib.Path(sglang_path))
-    names = tuple(c.name for c in CAPABILITIES)
-    off, errors = settings.disabled(names), settings.errors(names)
-    capabilities = []
-    for capability in CAPABILITIES:
-        verdict = capability.verdict(release)
-        switches = [setting for setting in (settings.MASTER, capability.switch) if setting is not None]
-        enabled = capability.name not in off and all(s.name not in errors and settings.boolean(s) for s in switches)
-        reason = "; ".join([verdict.reason, *(str(errors[s.name]) for s in switches if s.name in errors)])
-        switch = capability.switch.name if capability.switch else settings.DISABLE.name
-        capabilities.append({
-            "name": capability.name, "verdict": verdict.verdict, "reason": reason, "enabled": enabled, "switch": switch,
-        })  # fmt: skip
+    capabilities = [
+        {
+            "name": state.capability.name,
+            "verdict": state.verdict.verdict,
+            "reason": "; ".join(filter(None, (state.verdict.reason, state.error))),
+            "enabled": state.enabled,
+            "switch": state.switch,
+        }
+        for state in evaluate(release).values()
+    ]
     return {
         "sglang": None if release is None else {"version": release.version, "path": str(release.root)},
         "aiter": aiter(),
@@ -72,30 +70,21 @@ def unpacked(path: pathlib.Path) -> installed.Release:
 def aiter() -> dict[str, Any]:
     """Whether the AITER on the path has the kernels, as far as its source tells; `kernels` says it of each."""
     spec = importlib.util.find_spec("aiter")
-    if spec is None or spec.origin is None:
-        path = ", ".join(spec.submodule_search_locations or []) if spec else None
-        reason = (
-            "an empty namespace package, not AITER: a folder of that name is on sys.path"
-            if spec
-            else "aiter is not installed for this Python"
-        )
-        return {
-            "usable": False,
-            "path": path,
-            "reason": reason,
-            "kernels": dict.fromkeys(installed.KERNEL_PARAMETERS, reason),
-        }
+    if spec is None:
+        return _unusable(None, "aiter is not installed for this Python")
+    if spec.origin is None:
+        path = ", ".join(spec.submodule_search_locations or [])
+        return _unusable(path, "an empty namespace package, not AITER: a folder of that name is on sys.path")
     package = pathlib.Path(spec.origin).parent
     try:
         return {"path": str(package), **_kernels(package)}
     except (OSError, SyntaxError, ValueError) as error:
-        reason = f"its source cannot be read: {error}"
-        return {
-            "usable": False,
-            "path": str(package),
-            "reason": reason,
-            "kernels": dict.fromkeys(installed.KERNEL_PARAMETERS, reason),
-        }
+        return _unusable(str(package), f"its source cannot be read: {error}")
+
+
+def _unusable(path: str | None, reason: str) -> dict[str, Any]:
+    kernels = dict.fromkeys(installed.KERNEL_PARAMETERS, reason)
+    return {"usable": False, "path": path, "reason": reason, "kernels": kernels}
 
 
 def _kernels(package: pathlib.Path) -> dict[str, Any]:
@@ -130,7 +119,7 @@ def activation() -> dict[str, Any]:
         "plugin": any(
             e.value == "sglang_aiter_ext:activate" for e in importlib.metadata.entry_points(group="sglang.srt.plugins")
         ),
-        "this_process": any(type(f).__name__ == "TargetFinder" for f in sys.meta_path),
+        "this_process": bootstrap.waiting(),
     }
 
 

@@ -37,6 +37,11 @@ QUICK = ("0.5.23", "0.5.12.post1")
 AITER = "0.1.7.post2.dev18"
 
 
+def since(version: str) -> tuple[str, ...]:
+    """The releases from `version` on."""
+    return RELEASES[RELEASES.index(version) :]
+
+
 def say(message: str) -> None:
     print(f"[{time.monotonic() - START:5.0f} s] {message}", flush=True)
 

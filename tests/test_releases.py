@@ -3,14 +3,11 @@
 import environment
 import pytest
 from child import launch
+from environment import since
 
 PA = (("SGLANG_USE_AITER_PA", "1"),)
 ASM = "flash_attn_varlen_fp8_pertensor_func"
 PAGED = "mha_batch_prefill_func"
-
-
-def since(version):
-    return environment.RELEASES[environment.RELEASES.index(version) :]
 
 
 def releases(*versions):

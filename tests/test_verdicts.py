@@ -9,17 +9,13 @@ import child
 import environment
 import matrix
 import pytest
+from environment import since
 
 from sglang_aiter_ext import installed
 from sglang_aiter_ext.capabilities import CAPABILITIES
 from sglang_aiter_ext.capabilities.decode_pa import Facts
 
 BACKEND = "srt/layers/attention/aiter_backend.py"
-
-
-def since(version):
-    """Releases from `version` on."""
-    return environment.RELEASES[environment.RELEASES.index(version) :]
 
 
 def expected(version):

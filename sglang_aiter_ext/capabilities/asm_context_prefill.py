@@ -10,6 +10,7 @@ the release's own call with its arguments untouched.
 from __future__ import annotations
 
 import ast
+import logging
 import sys
 import weakref
 from types import ModuleType
@@ -261,7 +262,7 @@ def report(decline: Decline, backend: Any, layer: Any, batch: Any) -> None:
             if size > 2**31
             else ""
         )
-        level = 20 if reason == "table_ambiguous" else 30
+        level = logging.INFO if reason == "table_ambiguous" else logging.WARNING
         log_once(NAME, reason, f"the paged kernel serves it (%s): {message}%s", reason, *arguments, risk, level=level)
 
 

@@ -14,6 +14,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import logging
 import math
 import sys
 import weakref
@@ -388,23 +389,37 @@ def build(registry: Any, known: Facts, wrapped: Any, instance: Any, args: tuple,
         if reason == "prefill_side" and is_aiter(full):
             with_shared_workspace(runner, lambda: full)
         quiet = reason in ("not_hybrid", "draft_worker", "aiter_already", "prefill_side")
-        log_once(NAME, reason, "decode stays on its own backend (%s): %s", reason, details, level=20 if quiet else 30)
+        log_once(
+            NAME,
+            reason,
+            "decode stays on its own backend (%s): %s",
+            reason,
+            details,
+            level=logging.INFO if quiet else logging.WARNING,
+        )
         if not quiet and settings.strict():
             raise DecodeError(f"{settings.PA.name}=1 is not served ({reason}): {details}")
         return wrapped(*args, **kwargs)
     prefill = full.prefill_backend if is_router(full) else full
+    layers_seen = full_layers(runner, hybrid_config(registry, runner)) is not None
     if is_aiter(prefill):
         # Prefill has an AITER backend, with a workspace: decode runs on it too.
         check_aiter(known)
-        serve(prefill, runner, layers_seen=full_layers(runner, hybrid_config(registry, runner)) is not None)
-        log_once(NAME, "routed", "full-attention layers: prefill and decode on %s", type(prefill).__name__, level=20)
+        serve(prefill, runner, layers_seen=layers_seen)
+        log_once(
+            NAME,
+            "routed",
+            "full-attention layers: prefill and decode on %s",
+            type(prefill).__name__,
+            level=logging.INFO,
+        )
         return wrapped(runner, prefill)
     decode = build_decode_backend(registry, runner, known)
     router = router_class()(runner, prefill_backend=prefill, decode_backend=decode)
-    serve(decode, runner, layers_seen=full_layers(runner, hybrid_config(registry, runner)) is not None)
+    serve(decode, runner, layers_seen=layers_seen)
     log_once(
         NAME, "routed", "full-attention layers: prefill on %s, decode on %s (workspace %.2f GiB)",
-        type(prefill).__name__, type(decode).__name__, workspace_bytes(runner) / 2**30, level=20,
+        type(prefill).__name__, type(decode).__name__, workspace_bytes(runner) / 2**30, level=logging.INFO,
     )  # fmt: skip
     return wrapped(runner, router)
 

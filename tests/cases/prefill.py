@@ -255,8 +255,6 @@ def odd_batches() -> dict:
         layer.k_scale.data, layer.v_scale.data = layer.k_scale.data.double().reshape(1), layer.v_scale.data.bfloat16()
         layer.k_scale_float = layer.v_scale_float = None
     case("scale_forms", {1: 5, 2: 7}, stack)
-    for layer in stack.layers.values():
-        layer.k_scale.data = torch.full((2,), 0.5)
     return out
 
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import pathlib
 import sys
+from typing import Any
 
 from . import __version__
 
@@ -31,21 +32,24 @@ def run(command: list[str]) -> int:
         return 127 if isinstance(error, FileNotFoundError) else 126
 
 
-def examine(sglang_path: str | None, as_json: bool, parser: argparse.ArgumentParser) -> int:
+def examine(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Print the doctor's report; the exit status is its own."""
+    import json
+
     from . import doctor
 
     try:
-        report = doctor.examine(sglang_path)
+        report: Any
+        if options.running is not None:
+            report = doctor.running(options.running)
+            text, status = doctor.running_text(report, options.running), doctor.running_status(report)
+        else:
+            report = doctor.examine(options.sglang_path)
+            text, status = doctor.text(report), doctor.exit_status(report)
     except FileNotFoundError as error:
         parser.error(str(error))
-    if as_json:
-        import json
-
-        print(json.dumps(report, indent=2))
-    else:
-        print(doctor.text(report))
-    return doctor.exit_status(report)
+    print(json.dumps(report, indent=2) if options.json else text)
+    return status
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,9 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
     runner = commands.add_parser("run", help="run a command with the extension active: run -- CMD ...")
     runner.add_argument("cmd", nargs=argparse.REMAINDER, metavar="-- CMD ...")
     doctor = commands.add_parser("doctor", help="what is installed, and what each capability makes of it")
-    doctor.add_argument(
-        "--sglang-path", metavar="DIR", help="an unpacked SGLang instead of the one this Python imports"
-    )
+    what = doctor.add_mutually_exclusive_group()
+    what.add_argument("--sglang-path", metavar="DIR", help="an unpacked SGLang instead of the one this Python imports")
+    what.add_argument("--running", metavar="DIR", help="the processes of a server with SGLANG_AITER_EXT_STATE_DIR=DIR")
     doctor.add_argument("--json", action="store_true", help="for programs")
     commands.add_parser("path", help="print the PYTHONPATH entry that activates the extension")
     options = parser.parse_args(arguments)
@@ -65,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(path_entry())
         return 0
     if options.command == "doctor":
-        return examine(options.sglang_path, options.json, parser)
+        return examine(options, doctor)
     command = options.cmd[1:] if options.cmd[:1] == ["--"] else options.cmd
     if not command:
         parser.error("run needs a command, as in: run -- python -m sglang.launch_server ...")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from . import __version__, installed, settings
+from . import __version__, counting, installed, settings
 from .capability import APPLY, UNSUPPORTED, Capability, NothingToServe, Verdict
-from .counting import logger
 
 
 class CouldNotApply(RuntimeError):
@@ -101,12 +101,26 @@ def on_import(module: ModuleType, fresh: bool) -> None:
 
     Raises CouldNotApply or SettingError under SGLANG_AITER_EXT_STRICT=1, else nothing.
     """
-    with _lock:
-        try:
-            if not fresh and module in _served:
-                return
+    with _contained():
+        if fresh or module not in _served:
             _served.add(module)
             _serve(module, late=not fresh)
+    publish()
+
+
+def publish() -> None:
+    """Show this process to others from now on, as far as variables ask for it; raises as `on_import` does."""
+    with _contained():
+        from . import publishing
+
+        publishing.begin()
+
+
+@contextlib.contextmanager
+def _contained() -> Iterator[None]:
+    with _lock:
+        try:
+            yield
         except Exception as error:
             if settings.strict():
                 raise
@@ -116,7 +130,7 @@ def on_import(module: ModuleType, fresh: bool) -> None:
 def _report(message: str) -> None:
     if message not in _reported:
         _reported.add(message)
-        logger.error("%s", message)
+        counting.log_when_set_up(logging.ERROR, message)
 
 
 def _serve(module: ModuleType, late: bool) -> None:
@@ -145,7 +159,8 @@ def _summarise(release: installed.Release) -> None:
     words = [
         f"{name} {state.verdict.verdict}" + ("" if state.enabled else " (off)") for name, state in states().items()
     ]
-    logger.info("sglang-aiter-ext %s on SGLang %s: %s", __version__, release.version, ", ".join(words))
+    found = f"sglang-aiter-ext {__version__} on SGLang {release.version}: {', '.join(words)}"
+    counting.log_when_set_up(logging.INFO, found)
 
 
 def _install(state: State, module: ModuleType, release: installed.Release, late: bool) -> None:
@@ -160,7 +175,7 @@ def _install(state: State, module: ModuleType, release: installed.Release, late:
             if message not in _reported:
                 _reported.add(message)
                 asked_for = capability.switch is not None and not capability.switch.default
-                logger.log(logging.WARNING if asked_for else logging.INFO, "%s", message)
+                counting.log_when_set_up(logging.WARNING if asked_for else logging.INFO, message)
         return
     before = dict(vars(module)) if late else {}
     try:

@@ -4,10 +4,12 @@ Runs in every Python process that has the extension on its path, so: standard li
 only, and nothing of it that a bare interpreter has not imported already.
 """
 
+import os
 import sys
 from _thread import get_ident
 
-ATTENTION = "sglang.srt.layers.attention"
+SGLANG = "sglang.srt"
+ATTENTION = f"{SGLANG}.layers.attention"
 TARGETS = (f"{ATTENTION}.attention_registry", f"{ATTENTION}.hybrid_linear_attn_backend", f"{ATTENTION}.aiter_backend")
 
 
@@ -18,6 +20,8 @@ class TargetFinder:
         self._asking = set()  # (thread, name) of each search that is under way
 
     def find_spec(self, name, path=None, target=None):
+        if name == SGLANG:
+            _sglang_is_imported()
         key = (get_ident(), name)
         if name not in TARGETS or key in self._asking:
             return None
@@ -54,6 +58,14 @@ def _tell_when_executed(spec) -> None:
         pass
 
 
+def _sglang_is_imported() -> None:
+    """A process of SGLang's shows itself from here on, whether or not it imports a target."""
+    if os.environ.get("SGLANG_AITER_EXT_STATE_DIR"):
+        from . import activation
+
+        activation.publish()
+
+
 def waiting() -> bool:
     """Whether the finder is in place in this process."""
     return any(type(f).__name__ == "TargetFinder" and type(f).__module__ == __name__ for f in sys.meta_path)
@@ -61,12 +73,12 @@ def waiting() -> bool:
 
 def install() -> None:
     """Put the finder first on sys.meta_path, once, and serve targets that are imported already."""
-    import os
-
     if os.environ.get("SGLANG_AITER_EXT", "").strip().lower() in ("0", "false", "no", "off"):
         return
     if not waiting():
         sys.meta_path.insert(0, TargetFinder())
+    if SGLANG in sys.modules:
+        _sglang_is_imported()
     imported = [name for name in TARGETS if sys.modules.get(name) is not None]
     if imported:
         from . import activation

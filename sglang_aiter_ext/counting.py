@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import logging
 import threading
 
@@ -9,6 +11,7 @@ logger = logging.getLogger("sglang_aiter_ext")
 
 _counts: dict[tuple[str, str, str], int] = {}
 _logged: set[tuple[str, str]] = set()
+_held: collections.deque[tuple[int, str]] = collections.deque()
 _lock = threading.Lock()
 
 
@@ -22,6 +25,7 @@ def log_once(capability: str, reason: str, message: str, *args: object, level: i
     """Log `message` the first time this process sees (capability, reason)."""
     if not logged(capability, reason):
         _logged.add((capability, reason))
+        release()
         logger.log(level, "%s: " + message, capability, *args)
 
 
@@ -29,8 +33,40 @@ def logged(capability: str, reason: str) -> bool:
     return (capability, reason) in _logged
 
 
+def log_when_set_up(level: int, message: str) -> None:
+    """Log a line of import time. SGLang sets its logging up after its imports: the line waits for that."""
+    if logger.hasHandlers():
+        logger.log(level, "%s", message)
+    else:
+        _held.append((level, message))
+
+
+def holding() -> bool:
+    """Whether lines wait."""
+    return bool(_held)
+
+
+def release() -> None:
+    """Log the lines that wait, whether logging is set up or not."""
+    with contextlib.suppress(IndexError):
+        while True:
+            level, message = _held.popleft()
+            logger.log(level, "%s", message)
+
+
 def snapshot() -> dict[str, dict[str, int]]:
     result: dict[str, dict[str, int]] = {}
-    for (capability, outcome, reason), number in list(_counts.items()):
+    for (capability, outcome, reason), number in totals().items():
         result.setdefault(capability, {})[f"{outcome}/{reason}" if reason else outcome] = number
     return result
+
+
+def totals() -> dict[tuple[str, str, str], int]:
+    """(capability, outcome, reason) -> number of calls."""
+    with _lock:
+        return dict(_counts)
+
+
+def forget_held() -> None:
+    """In a forked child: the lines that wait are its parent's."""
+    _held.clear()

@@ -146,3 +146,44 @@ def text(report: dict[str, Any]) -> str:
             f"{row['name']:20} {row['verdict']:15} {'yes' if row['enabled'] else 'no':8} {row['switch']:34} {row['reason']}"
         )
     return "\n".join(lines)
+
+
+def running(folder: str) -> list[dict[str, Any]]:
+    """What each process that keeps a file in `folder` says of itself. Raises FileNotFoundError without the folder."""
+    from . import publishing
+
+    try:
+        return publishing.read(folder)
+    except OSError as error:
+        hint = f"use the folder that {settings.STATE.name} names in the server"
+        raise FileNotFoundError(f"--running {folder}: {error.strerror}; {hint}") from None
+
+
+def running_status(processes: list[dict[str, Any]]) -> int:
+    """1 where no process lives, or one that does has a capability that failed; else 0."""
+    alive = [process for process in processes if process["alive"]]
+    failed = any(c["state"] == "failed" for process in alive for c in process["capabilities"].values())
+    return PROBLEM if failed or not alive else OK
+
+
+def running_text(processes: list[dict[str, Any]], folder: str) -> str:
+    """The processes as a table for people."""
+    if not processes:
+        return f"no process keeps a file in {folder}: the extension is not active there, or nothing has imported SGLang"
+    rows = [("pid", "role", "process", "active", "pending", "failed", "counters")]
+    notes = []
+    for process in processes:
+        by_state: dict[str, list[str]] = {}
+        for name, capability in process["capabilities"].items():
+            by_state.setdefault(capability["state"], []).append(name)
+            if capability["error"]:
+                notes.append(f"{process['pid']} {name}: {capability['error']}")
+        counts = [f"{name} {what} {n}" for name, counts in process["counters"].items() for what, n in counts.items()]
+        if not process["alive"]:
+            notes.append(f"{process['pid']} ended without removing {process['file']}")
+        states = (", ".join(by_state.get(state, ())) or "-" for state in ("active", "pending", "failed"))
+        alive = "running" if process["alive"] else "stale"
+        rows.append((str(process["pid"]), process["role"], alive, *states, ", ".join(counts) or "-"))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths)).rstrip() for row in rows]
+    return "\n".join([*lines, *([""] if notes else []), *notes])

@@ -29,7 +29,10 @@ ASM = Setting(
 )
 STRICT = Setting("SGLANG_AITER_EXT_STRICT", False, 'every "could not apply" becomes an error instead of a log line')
 DISABLE = Setting("SGLANG_AITER_EXT_DISABLE", None, "comma-separated names of capabilities to leave off")
-SETTINGS = (MASTER, PA, ASM, STRICT, DISABLE)
+STATE = Setting(
+    "SGLANG_AITER_EXT_STATE_DIR", None, "a folder where each process keeps a file for `doctor --running`; absolute path"
+)
+SETTINGS = (MASTER, PA, ASM, STRICT, DISABLE, STATE)
 
 
 class SettingError(ValueError):
@@ -72,6 +75,8 @@ def errors(known: tuple[str, ...]) -> dict[str, SettingError]:
         try:
             if setting is DISABLE:
                 check_disabled(known)
+            elif setting is STATE:
+                state_folder()
             else:
                 boolean(setting)
         except SettingError as error:
@@ -87,6 +92,14 @@ def check_disabled(known: tuple[str, ...]) -> None:
             f"{DISABLE.name}={os.environ[DISABLE.name]!r} is not accepted: {', '.join(unknown)} is not a capability;"
             f" use any of {', '.join(known)}, separated by commas"
         )
+
+
+def state_folder() -> str | None:
+    """The folder for state files, or None. Raises SettingError for a path that is not absolute."""
+    folder = os.environ.get(STATE.name, "").strip()
+    if folder and not os.path.isabs(folder):
+        raise SettingError(f"{STATE.name}={folder!r} is not accepted: use an absolute path")
+    return folder or None
 
 
 def _named() -> list[str]:

@@ -468,7 +468,9 @@ def forward_decode(known: Facts, wrapped: Any, instance: Any, args: tuple, kwarg
             raise DecodeError(f"layer {layer.layer_id} has {problem}, which AITER's decode kernel lacks: {OFF}")
     if fp8 and known.writes_at_unit_scale and not unit_scales(layer):
         args, kwargs = (), scaled(known, layer, args, kwargs)
-    count(NAME, "decode")
+    import torch
+
+    count(NAME, "capture" if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() else "decode")
     return _scope.call((layer, fp8), wrapped, args, kwargs)
 
 

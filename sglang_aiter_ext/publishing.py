@@ -1,0 +1,216 @@
+"""What a process does, where others can read it: a state file, Prometheus counters, SGLang's log.
+
+A daemon thread brings them up to date once a second, so that no call of SGLang's pays for it. It
+runs where SGLANG_AITER_EXT_STATE_DIR or SGLang's `--enable-metrics` asks for it, else only until
+the lines of import time are logged.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import importlib.util
+import json
+import logging
+import os
+import pathlib
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from . import __version__, activation, counting, installed, settings
+
+SECONDS = 1.0
+#: A process that sets up no logging gets its lines after this time.
+PATIENCE_SECONDS = 60.0
+HELP = (
+    "Calls of SGLang that a capability looked after, by outcome and reason. Replays of a CUDA graph do not pass"
+    " through Python: decode_pa counts each full-attention layer of a capture (outcome capture) and of an eager step"
+    " (outcome decode), and no replayed step."
+)
+
+
+class Sink(Protocol):
+    """Somewhere to publish to. What it raises is logged once, and ends it."""
+
+    def publish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class StateFile:
+    """One JSON file in `folder`, locked for as long as the process lives. Raises OSError where it cannot be."""
+
+    def __init__(self, folder: str):
+        self.began, self.last = time.time(), ""
+        os.makedirs(folder, exist_ok=True)
+        prefix = f"{os.uname().nodename}-{os.getpid()}-"
+        for old in pathlib.Path(folder).glob(prefix + "*.json"):
+            # A process of the same number that was killed.
+            if not is_alive(old):
+                old.unlink(missing_ok=True)
+        self.descriptor, self.path = tempfile.mkstemp(".json", prefix, folder)
+        fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.fchmod(self.descriptor, 0o644)
+        self.publish()
+
+    def publish(self) -> None:
+        state = record(self.began)
+        text = json.dumps(state)
+        if text != self.last:
+            data = json.dumps({**state, "written": time.time()}).encode()
+            os.pwrite(self.descriptor, data, 0)
+            os.ftruncate(self.descriptor, len(data))
+            self.last = text
+
+    def close(self) -> None:
+        os.unlink(self.path)
+
+
+class Metrics:
+    """Counters for SGLang's /metrics, in prometheus_client's multiprocess mode. Raises ImportError without it."""
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("prometheus_client") is None:
+            raise ImportError("there is no prometheus_client")
+        self.counter: Any = None
+        self.sent: dict[tuple[str, str, str], int] = {}
+
+    def publish(self) -> None:
+        for key, number in counting.totals().items():
+            if self.counter is None:
+                from prometheus_client import Counter
+
+                self.counter = Counter("sglang_aiter_ext_calls", HELP, ["capability", "outcome", "reason"])
+            self.counter.labels(*key).inc(number - self.sent.get(key, 0))
+            self.sent[key] = number
+
+    def close(self) -> None:
+        self.publish()
+
+
+_sinks: list[Sink] | None = None
+
+
+def begin() -> None:
+    """Publish this process from now on; a second call changes nothing.
+
+    Under SGLANG_AITER_EXT_STRICT=1 raises CouldNotApply where it cannot; else that is logged.
+    """
+    global _sinks
+    if _sinks is not None:
+        return
+    errors = settings.errors(())
+    on = settings.MASTER.name not in errors and settings.boolean(settings.MASTER)
+    wanted: list[tuple[str, Callable[[], Sink]]] = []
+    if on and settings.STATE.name not in errors and (folder := settings.state_folder()):
+        wanted.append((f"{settings.STATE.name}={folder}", functools.partial(StateFile, folder)))
+    if on and "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        wanted.append(("counters on /metrics", Metrics))
+    sinks: list[Sink] = []
+    for what, make in wanted:
+        try:
+            sinks.append(make())
+        except Exception as error:
+            message = f"{what} cannot be served: {error}"
+            if settings.strict():
+                raise activation.CouldNotApply(message) from error
+            counting.log_when_set_up(logging.WARNING, message)
+    _sinks = sinks
+    atexit.register(end)
+    os.register_at_fork(after_in_child=_forked)
+    if sinks or counting.holding():
+        threading.Thread(target=_run, args=(sinks,), name="sglang_aiter_ext", daemon=True).start()
+
+
+def _run(sinks: list[Sink]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while sinks or counting.holding():
+        # A tick before: logging.basicConfig adds its handler first and sets the level after.
+        ready = counting.logger.hasHandlers() or time.monotonic() > deadline
+        time.sleep(SECONDS)
+        for sink in list(sinks):
+            try:
+                sink.publish()
+            except Exception as error:
+                sinks.remove(sink)
+                what = type(sink).__name__
+                counting.log_once(what, "", "no longer kept: %s: %s", type(error).__name__, error)
+        if ready:
+            counting.release()
+
+
+def end() -> None:
+    """At exit: what waits is logged, the last counts are sent, and no file is left."""
+    counting.release()
+    for sink in _sinks or ():
+        with contextlib.suppress(Exception):
+            sink.close()
+
+
+def _forked() -> None:
+    """SGLang spawns its processes; one that is forked publishes nothing, and leaves its parent's file alone."""
+    for sink in _sinks or ():
+        if isinstance(sink, StateFile):
+            os.close(sink.descriptor)
+    if _sinks:
+        _sinks.clear()
+    counting.forget_held()
+
+
+def record(began: float) -> dict[str, Any]:
+    """What the state file holds; `began` is in seconds since 1970."""
+    release = installed.release()
+    return {
+        "pid": os.getpid(),
+        "host": os.uname().nodename,
+        "role": role(),
+        "began": began,
+        "extension": __version__,
+        "sglang": release.version if release is not None else None,
+        "capabilities": {
+            row["name"]: {k: row[k] for k in ("state", "verdict", "error")} for row in activation.status()
+        },
+        "counters": counting.snapshot(),
+    }
+
+
+def role() -> str:
+    """SGLang's title of this process, such as `scheduler_TP0`; without one the program's name."""
+    try:
+        title = pathlib.Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        title = ""
+    if title.startswith("sglang::"):
+        return title.removeprefix("sglang::")
+    return pathlib.Path(sys.argv[0] if sys.argv else "").stem or "python"
+
+
+def is_alive(path: pathlib.Path) -> bool:
+    """Whether the process that keeps this state file still has it locked. Raises OSError where it cannot be read."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+def read(folder: str) -> list[dict[str, Any]]:
+    """The state of every process that has a file in `folder`, each with `alive` and `file`; the oldest first.
+
+    A file that is not one of ours, or is just being removed, is left out. Raises
+    FileNotFoundError or NotADirectoryError.
+    """
+    found = []
+    for entry in os.scandir(folder):
+        if entry.name.endswith(".json"):
+            with contextlib.suppress(OSError, ValueError):
+                state = json.loads(pathlib.Path(entry.path).read_text())
+                found.append({**state, "alive": is_alive(pathlib.Path(entry.path)), "file": entry.path})
+    return sorted(found, key=lambda state: state["began"])

@@ -1,4 +1,4 @@
-"""The command line: `sglang-aiter-ext doctor`, `run -- CMD ...` and `path`."""
+"""The command line: `sglang-aiter-ext doctor`, `selftest`, `run -- CMD ...` and `path`."""
 
 from __future__ import annotations
 
@@ -52,6 +52,26 @@ def examine(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     return status
 
 
+def selftest(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run AITER's kernels; 130 where Ctrl-C ends it."""
+    try:
+        from . import selftest
+
+        heads, kv_heads, head_dim = options.heads, options.kv_heads, options.head_dim
+        if options.preset is not None:
+            heads, kv_heads, head_dim = selftest.preset(options.preset, options.tp)
+        # A stand-in of plain PyTorch writes out all scores of a chunk.
+        tokens = options.tokens or (5_000 if options.reference else 70_000)
+        chunk = options.chunk or min(tokens, 256 if options.reference else 16_384)
+        shapes = selftest.Shapes(heads, kv_heads, head_dim, tokens, options.page_size, chunk)
+        return selftest.run(shapes, options.reference)
+    except KeyboardInterrupt:
+        print("\nsglang-aiter-ext selftest: interrupted", file=sys.stderr)
+        return 130
+    except (ImportError, LookupError, OSError, ValueError) as error:
+        parser.error(str(error))
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sglang-aiter-ext", description="AITER fast paths for an unmodified SGLang")
     parser.add_argument("--version", action="version", version=__version__)
@@ -63,6 +83,18 @@ def main(arguments: list[str] | None = None) -> int:
     what.add_argument("--sglang-path", metavar="DIR", help="an unpacked SGLang instead of the one this Python imports")
     what.add_argument("--running", metavar="DIR", help="the processes of a server with SGLANG_AITER_EXT_STATE_DIR=DIR")
     doctor.add_argument("--json", action="store_true", help="for programs")
+    tester = commands.add_parser("selftest", help="AITER's kernels on this GPU against float32 attention")
+    tester.add_argument("--preset", metavar="MODEL", help="heads and head_dim of a model: Qwen3.5-397B-A17B")
+    tester.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs that share the preset's heads (1)")
+    tester.add_argument("--heads", type=int, default=16, metavar="N", help="query heads on one GPU (16)")
+    tester.add_argument("--kv-heads", type=int, default=2, metavar="N", help="KV heads on one GPU (2)")
+    tester.add_argument("--head-dim", type=int, default=256, metavar="N", help="(256)")
+    tester.add_argument("--tokens", type=int, metavar="N", help="of the request (70000; 5000 with --reference)")
+    tester.add_argument("--chunk", type=int, metavar="N", help="of them in the chunk (16384; 256 with --reference)")
+    tester.add_argument("--page-size", type=int, default=16, metavar="N", help="(16)")
+    tester.add_argument(
+        "--reference", action="store_true", help="on a PyTorch stand-in of AITER, with or without a GPU"
+    )
     commands.add_parser("path", help="print the PYTHONPATH entry that activates the extension")
     options = parser.parse_args(arguments)
     if options.command == "path":
@@ -70,6 +102,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.command == "doctor":
         return examine(options, doctor)
+    if options.command == "selftest":
+        return selftest(options, tester)
     command = options.cmd[1:] if options.cmd[:1] == ["--"] else options.cmd
     if not command:
         parser.error("run needs a command, as in: run -- python -m sglang.launch_server ...")

@@ -16,7 +16,7 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    names = ["sglang_aiter_ext", "sitecustomize", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"]
+    names = ["sglang_aiter_ext", "sitecustomize", "tests", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"]
     subprocess.run(["cp", "-r", *(environment.ROOT / name for name in names), source], check=True)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -40,6 +40,14 @@ def test_the_wheel_holds_no_top_level_sitecustomize(wheel):
     metadata = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("METADATA"))).decode()
     needs = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra" not in line]
     assert needs == ["Requires-Dist: wrapt>=1.16"]
+
+
+def test_an_installed_package_has_the_stand_in_for_its_selftest(site):
+    env = child.clean_environment(PYTHONPATH=str(site), OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "sglang_aiter_ext", "selftest", "--reference", "--tokens", "40"]
+    done = subprocess.run([*command, "--chunk", "8"], env=env, capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    assert f"AITER at {site}/sglang_aiter_ext/reference/aiter/__init__.py" in done.stdout
 
 
 def test_an_installed_package_activates_by_its_own_path(site):

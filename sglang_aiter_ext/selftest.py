@@ -1,0 +1,247 @@
+"""`selftest`: AITER's kernels on the user's own GPU, at the user's shapes, against float32 attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import installed
+from .capabilities.asm_context_prefill import HEAD_DIM, TABLE_PADDING
+from .capabilities.decode_pa import PARTITION
+from .kernels import gather_kv
+from .layers import HEAD_RATIOS
+
+#: name -> (query heads, KV heads, head_dim) of a model's full-attention layers
+PRESETS = {"Qwen3.5-397B-A17B": (32, 2, 256)}
+#: Limits of the error's root mean square over the result's. An fp8 kernel rounds each probability to e4m3, by up to 2**-4
+#: of itself unless it falls below e4m3's normal range; a bf16 one rounds probabilities and output by up to 2**-9.
+FP8, BF16, SAME = 2.0**-4, 2.0**-7, 0.0
+#: Queries of a chunk that are compared; requests of a decode step; least tokens of near-uniform attention.
+ROWS, REQUESTS, UNIFORM_TOKENS = 32, 4, 4096
+UNIFORM = "PA decode, fp8 KV, near-uniform attention"
+LOW_RANGE = "https://github.com/ROCm/aiter/issues/5642; use --kv-cache-dtype auto"
+
+
+class NotRun(Exception):
+    """The kernel does not cover this GPU or these shapes, and calling it might end the process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """One full-attention layer on one GPU; `chunk` of the request's `tokens` are the queries of a prefill chunk."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    page_size: int
+    chunk: int
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: use 1 or more")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"--heads {self.heads}: use a multiple of --kv-heads {self.kv_heads}")
+        if self.chunk > self.tokens:
+            raise ValueError(f"--chunk {self.chunk}: use at most --tokens {self.tokens}")
+
+
+def preset(name: str, tp: int) -> tuple[int, int, int]:
+    """(query heads, KV heads, head_dim) of one GPU of `tp`. Raises ValueError for what it does not know."""
+    if name not in PRESETS:
+        raise ValueError(f"--preset {name}: use {', '.join(PRESETS)}")
+    heads, kv_heads, head_dim = PRESETS[name]
+    if tp not in (1, 2, 4, 8):
+        raise ValueError(f"--tp {tp}: use 1, 2, 4 or 8")
+    # With more GPUs than KV heads each has a copy of one.
+    return heads // tp, max(1, kv_heads // tp), head_dim
+
+
+def use_reference() -> None:
+    """Have `import aiter` give the PyTorch stand-in, of an installed package or of a checkout."""
+    package = pathlib.Path(__file__).resolve().parent
+    places = (package / "reference", package.parent / "tests" / "reference")
+    sys.path.insert(0, str(next(place for place in places if (place / "aiter").is_dir())))
+
+
+class Bench:
+    """One request whose pages lie in the pool in random order, and each kernel on it: (error, seconds)."""
+
+    def __init__(self, shapes: Shapes, stand_in: bool):
+        self.shapes, self.stand_in = shapes, stand_in
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        gpu: Any = torch.cuda.get_device_properties(0) if self.device.type == "cuda" else None
+        self.arch = getattr(gpu, "gcnArchName", "").partition(":")[0]
+        self.name = f"{gpu.name} {self.arch}".strip() if gpu else "CPU"
+        self.fp8 = torch.float8_e4m3fnuz if self.arch == "gfx942" else torch.float8_e4m3fn
+        self.generator = torch.Generator(self.device).manual_seed(1)
+        pages, size = -(-shapes.tokens // shapes.page_size), shapes.page_size
+        order = torch.randperm(pages, device=self.device, generator=self.generator)
+        #: Pool slots [tokens].
+        self.slots = (order[:, None] * size + torch.arange(size, device=self.device)).flatten()[: shapes.tokens].int()
+        k, v = (self.normal(pages * size, shapes.kv_heads, shapes.head_dim) for _ in "kv")
+        self.bf16, self.quantised = (k, v), (k.to(self.fp8), v.to(self.fp8))
+        self.one = torch.ones(1, dtype=torch.float32, device=self.device)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, generator=self.generator).to(torch.bfloat16)
+
+    def measure(self, call: Callable[[], Any]) -> tuple[Any, float]:
+        """What `call` gives, and the seconds it takes once it is warm."""
+        result = call()
+        if self.device.type == "cpu":
+            began = time.perf_counter()
+            call()
+            return result, time.perf_counter() - began
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(20):
+            call()
+        end.record()
+        end.synchronize()
+        return result, start.elapsed_time(end) / 20e3
+
+    def error(self, got: torch.Tensor, q: torch.Tensor, caches: tuple, slots: torch.Tensor, last: Any) -> float:
+        """Of `got` [rows, heads, head_dim] against float32 attention of q over the slots up to position `last` [rows]."""
+        k, v = (cache.float()[slots.long()] for cache in caches)
+        grouped = q.float().unflatten(1, (k.shape[1], -1))
+        scores = torch.einsum("rhgd,thd->rhgt", grouped, k) * q.shape[2] ** -0.5
+        hidden = torch.arange(k.shape[0], device=self.device) > last[:, None]
+        weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1)
+        truth = torch.einsum("rhgt,thd->rhgd", weights, v).flatten(1, 2)
+        error = (got.float() - truth).square().mean().sqrt() / truth.square().mean().sqrt()
+        return float(error.nan_to_num(float("inf")))
+
+    def gather(self) -> tuple[float, float]:
+        """Compared byte for byte."""
+        got, seconds = self.measure(lambda: gather_kv.gather_kv(*self.quantised, self.slots))
+        expected = [cache.view(torch.uint8)[self.slots.long()] for cache in self.quantised]
+        return float(any(not torch.equal(a.view(torch.uint8), b) for a, b in zip(got, expected))), seconds
+
+    def prefill(self, asm: bool) -> tuple[float, float]:
+        """The last chunk of the request: cast, gather and ASM kernel, or the paged kernel."""
+        import aiter
+
+        s, one = self.shapes, self.one
+        if asm and not self.stand_in and not self.arch.startswith("gfx95"):
+            raise NotRun(f"the GPU is {self.name}, and the kernel is for gfx950")
+        if asm and (s.head_dim != HEAD_DIM or s.heads // s.kv_heads not in HEAD_RATIOS):
+            raise NotRun(f"the kernel takes head_dim {HEAD_DIM} and {HEAD_RATIOS} query heads a KV head")
+        q = self.normal(s.chunk, s.heads, s.head_dim)
+        fp8_q = q.to(self.fp8)
+        cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=self.device) for n in (s.chunk, s.tokens))
+        table = torch.cat([self.slots, self.slots[:1].expand(TABLE_PADDING)])
+
+        def paged_kernel() -> torch.Tensor:
+            return aiter.mha_batch_prefill_func(
+                fp8_q, *self.quantised, cu_q, cu_k, table, s.chunk, s.tokens, causal=True, q_descale=one,
+                k_descale=one, v_descale=one,
+            )  # fmt: skip
+
+        def asm_kernel() -> torch.Tensor:
+            queries = gather_kv.saturating_fp8(q).view(q.shape)
+            keys, values = gather_kv.gather_kv(*self.quantised, self.slots)
+            return aiter.flash_attn_varlen_fp8_pertensor_func(
+                queries, keys, values, one, one, one, cu_q, cu_k, s.chunk, s.tokens, softmax_scale=s.head_dim**-0.5,
+                causal=True,
+            )  # fmt: skip
+
+        out, seconds = self.measure(asm_kernel if asm else paged_kernel)
+        rows = torch.linspace(0, s.chunk - 1, min(ROWS, s.chunk), device=self.device).long()
+        return self.error(out[rows], fp8_q[rows], self.quantised, self.slots, s.tokens - s.chunk + rows), seconds
+
+    def decode(self, fp8: bool, uniform: bool = False) -> tuple[float, float]:
+        """A step of four requests that share the tokens; `uniform` spreads attention over at least 4,096 of them."""
+        import aiter
+
+        s = self.shapes
+        if not self.stand_in and not self.arch.startswith("gfx9"):
+            raise NotRun(f"the GPU is {self.name}, and the kernel is for CDNA (gfx9)")
+        tokens = max(s.tokens, UNIFORM_TOKENS) if uniform else s.tokens
+        # A shorter request's slots are read again.
+        slots = self.slots.repeat(-(-tokens // s.tokens))[:tokens]
+        # Scores of standard deviation a half: probabilities of about 1/tokens that still differ by some tens of per cent.
+        q = self.normal(REQUESTS, s.heads, s.head_dim) * (0.5 if uniform else 1.0)
+        caches = self.quantised if fp8 else self.bf16
+        out, table, partitions = torch.empty_like(q), slots.repeat(REQUESTS), -(-tokens // PARTITION)
+        indptr = torch.arange(REQUESTS + 1, dtype=torch.int32, device=self.device) * tokens
+        last_page = torch.ones(REQUESTS, dtype=torch.int32, device=self.device)
+        size = REQUESTS * s.heads * partitions * (s.head_dim * 4 + 8)
+        workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+        _, seconds = self.measure(
+            lambda: aiter.paged_attention_ragged(
+                out, workspace, q, *(cache[:, None] for cache in caches), s.head_dim**-0.5, indptr, table, last_page, 1,
+                partitions, None, "fp8_e4m3" if fp8 else "auto", "NHD", 0.0, self.one, self.one, None, PARTITION,
+            )
+        )  # fmt: skip
+        return self.error(out, q, caches, slots, torch.full((REQUESTS,), tokens - 1, device=self.device)), seconds
+
+
+def run(shapes: Shapes, reference: bool) -> int:
+    """Print a line a kernel as it is done, then the answers. Returns 0, or 1 where one is no.
+
+    Raises LookupError without a usable AITER.
+    """
+    if reference:
+        use_reference()
+    problem = installed.aiter_problem(*installed.KERNEL_PARAMETERS)
+    if problem is not None:
+        raise LookupError(f"selftest needs AITER's kernels: {problem}; --reference runs it on a PyTorch stand-in")
+    aiter = importlib.import_module("aiter")
+    stand_in = getattr(aiter, "REFERENCE", False)
+    s, bench = shapes, Bench(shapes, stand_in)
+    print(f"{bench.name}, torch {torch.__version__}, AITER at {aiter.__file__}")
+    print(
+        f"{s.heads} query heads, {s.kv_heads} KV heads, head_dim {s.head_dim}, a request of {s.tokens:,} tokens on pages"
+        f" of {s.page_size}, a chunk of {s.chunk:,} at its end"
+    )
+    if stand_in:
+        print("On the PyTorch stand-in: its times say nothing about AITER.")
+    print(f"\n{'kernel':43} {'error':>8} {'limit':>8} {'time':>14}")
+    why: dict[str, str | None] = {}
+    times: dict[str, float] = {}
+    for name, limit, step in (
+        ("gather", SAME, bench.gather),
+        ("ASM prefill, with its cast and gather", FP8, lambda: bench.prefill(asm=True)),
+        ("paged prefill", FP8, lambda: bench.prefill(asm=False)),
+        ("PA decode, bf16 KV", BF16, lambda: bench.decode(fp8=False)),
+        ("PA decode, fp8 KV", FP8, lambda: bench.decode(fp8=True)),
+        (UNIFORM, FP8, lambda: bench.decode(fp8=True, uniform=True)),
+    ):
+        print(f"{name:43} ", end="", flush=True)
+        try:
+            error, times[name] = step()
+        except Exception as failure:
+            why[name] = (
+                f"{name}: " + ("" if isinstance(failure, NotRun) else f"{type(failure).__name__}: ") + str(failure)
+            )
+            print("not run" if isinstance(failure, NotRun) else "failed")
+        else:
+            why[name] = None if error <= limit else f"{name}: error {error:.2g} is over {limit:.2g}"
+            print(f"{error:8.2g} {limit:8.2g} {times[name] * 1e6:11,.1f} µs")
+    gather, asm, paged, bf16, fp8, uniform = why
+    if not stand_in and asm in times and paged in times:
+        print(f"\nSuch a chunk's attention is {times[paged] / times[asm]:.2f} times as fast with ASM as paged.")
+    if why[uniform] and uniform in times:
+        why[uniform] = f"{why[uniform]}, see {LOW_RANGE}"
+    print()
+    good = True
+    for capability, needs in (
+        ("asm_context_prefill", (gather, asm)),
+        ("decode_pa with a bf16 KV cache", (bf16,)),
+        ("decode_pa with an fp8 KV cache", (fp8, uniform)),
+        ("head_ratio", (paged,)),
+        ("v_head_dim, gather_reuse", ()),
+    ):
+        problems = [why[name] for name in needs if why[name]]
+        good = good and not problems
+        print(f"{capability:31} {'no: ' + '; '.join(map(str, problems)) if problems else 'yes'}")
+    return 0 if good else 1

@@ -150,15 +150,19 @@ def test_a_volume_and_two_variables_activate_a_server(image):
     assert (out["path"], out["backend"], out["tp"]) == (str(environment.ROOT), "triton", 8)
 
 
-@pytest.mark.slow
-def test_the_entrypoint_option_activates_a_server_and_keeps_the_images_path(image, tmp_path):
+def test_the_entrypoint_option_activates_its_command_and_keeps_the_images_path(image, tmp_path):
     (words,) = runs("--entrypoint")
     options, command, env = served(words)
     assert "PYTHONPATH" not in env
+    at = command.index("sglang.launch_server")
+    code = "import os; from sglang_aiter_ext import bootstrap; print(bootstrap.waiting(), os.environ['PYTHONPATH'])"
     places = {"/opt/sglang-aiter-ext": environment.ROOT}
-    out = serve(image, command, places, {**env, "PYTHONPATH": str(tmp_path)}, cwd=options.w)
-    assert (out["states"]["asm_context_prefill"], out["backend"]) == ("active", "aiter")
-    assert out["path"] == f"{environment.ROOT}:{tmp_path}"
+    env = {**env, "PYTHONPATH": str(tmp_path)}
+    done = contain(image, [*command[: at - 1], "-c", code], places, env, cwd=options.w)
+    assert done.stdout == f"True {environment.ROOT}:{tmp_path}\n", done.stderr
+    # Options of the server that the pod's has too, and a test of its own reads.
+    given = {word for word in command[at:] if word.startswith("--")}
+    assert given <= {word.partition("=")[0] for word in pod()["spec"]["containers"][0]["args"]}
 
 
 def package_index(tmp_path):
@@ -314,18 +318,17 @@ def volume(tmp_path, image):
     return ext
 
 
-def pod_environment():
-    return {
-        item["name"]: item["value"]
-        for item in pod()["spec"]["containers"][0]["env"]
-        if item["name"] != "SGLANG_AITER_EXT_STATE_DIR"
-    }
+def in_pod(run, image, command, volume):
+    """`command` with the variables and volumes of the pod's server."""
+    (server,) = pod()["spec"]["containers"]
+    places = {m["mountPath"]: volume.with_name(m["name"]) for m in server["volumeMounts"]}
+    return run(image, command, places, {item["name"]: item["value"] for item in server["env"]})
 
 
 @pytest.mark.slow
 def test_the_pods_server_is_active_with_what_the_init_containers_copied(image, volume):
     (server,) = pod()["spec"]["containers"]
-    out = serve(image, server["command"] + server["args"], {"/ext": volume}, pod_environment())
+    out = in_pod(serve, image, server["command"] + server["args"], volume)
     assert (out["states"]["decode_pa"], out["states"]["asm_context_prefill"]) == ("active", "active")
     assert out["package"] == str(volume / "sglang_aiter_ext" / "__init__.py")
     assert (out["backend"], out["tp"]) == ("aiter", 8)
@@ -334,7 +337,7 @@ def test_the_pods_server_is_active_with_what_the_init_containers_copied(image, v
 def test_kubectl_exec_asks_the_doctor_in_the_pods_environment(image, volume):
     (words,) = (words for words in commands() if words[:2] == ["kubectl", "exec"])
     assert words[2:5] == [pod()["metadata"]["name"], "-c", pod()["spec"]["containers"][0]["name"]]
-    done = contain(image, words[words.index("--") + 1 :], {"/ext": volume}, pod_environment())
+    done = in_pod(contain, image, words[words.index("--") + 1 :], volume)
     assert done.returncode == 0 and "PYTHONPATH yes" in done.stdout, done.stdout + done.stderr
 
 

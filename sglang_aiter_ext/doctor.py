@@ -41,21 +41,22 @@ def examine(sglang_path: str | None = None) -> dict[str, Any]:
     return {
         "sglang": None if release is None else {"version": release.version, "path": str(release.root)},
         "aiter": aiter(),
+        "wrapt": importlib.util.find_spec("wrapt") is not None,
         "activation": activation(),
         "capabilities": capabilities,
     }
 
 
 def exit_status(report: dict[str, Any]) -> int:
-    """2 without SGLang, 1 where an enabled capability cannot be served or a variable not be read, else 0."""
+    """2 without SGLang, 1 where an enabled capability cannot be wrapped or served or a variable not be read, else 0."""
     if report["sglang"] is None:
         return NO_SGLANG
     if report["activation"]["errors"]:
         return PROBLEM
     kernels = {c.name: c.kernels for c in CAPABILITIES}
     for row in report["capabilities"]:
-        unserved = row["verdict"] == APPLY and any(report["aiter"]["kernels"][k] for k in kernels[row["name"]])
-        if row["enabled"] and (unserved or row["verdict"] == UNSUPPORTED):
+        missing = not report["wrapt"] or any(report["aiter"]["kernels"][k] for k in kernels[row["name"]])
+        if row["enabled"] and (row["verdict"] == UNSUPPORTED or (row["verdict"] == APPLY and missing)):
             return PROBLEM
     return OK
 
@@ -126,6 +127,9 @@ def activation() -> dict[str, Any]:
 def text(report: dict[str, Any]) -> str:
     """The report as a table for people."""
     sglang, kernels, routes = report["sglang"], report["aiter"], report["activation"]
+    errors = routes["errors"] + (
+        [] if report["wrapt"] else ["wrapt is not installed for this Python; nothing can be wrapped"]
+    )
     yes = {True: "yes", False: "no"}
     route = f"PYTHONPATH {yes[routes['pythonpath']]}, plugin {yes[routes['plugin']]}, this process {yes[routes['this_process']]}"
     if routes["hidden_by"]:
@@ -137,7 +141,7 @@ def text(report: dict[str, Any]) -> str:
         f"AITER       {'usable' if kernels['usable'] else 'not usable'}: {kernels['reason']}"
         + (f" ({kernels['path']})" if kernels["path"] else ""),
         f"Activation  {'' if routes['master'] else 'off by ' + settings.MASTER.name + '; '}{route}",
-        *(f"Error       {error}" for error in routes["errors"]),
+        *(f"Error       {error}" for error in errors),
         "",
         f"{'capability':20} {'verdict':15} {'enabled':8} {'switch':34} reason",
     ]

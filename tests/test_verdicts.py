@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import venv
 
 import child
 import environment
@@ -194,6 +195,17 @@ def test_doctor_exit_status():
     assert doctor(path=[sglang("0.5.23")]).returncode == 0  # nothing enabled needs AITER from us
     assert doctor(path=[sglang("0.5.23")], SGLANG_USE_AITER_PA="1").returncode == 1
     assert doctor(path=[sglang("0.5.18")], SGLANG_AITER_EXT="0").returncode == 0
+
+
+def test_doctor_says_that_wrapt_is_missing_where_something_would_be_wrapped(tmp_path):
+    venv.create(tmp_path, symlinks=True)  # with nothing in it
+    command = [tmp_path / "bin" / "python", "-m", "sglang_aiter_ext", "doctor"]
+    for release, status in (("0.5.12.post1", 1), ("0.5.23", 0)):
+        env = child.clean_environment(PYTHONPATH=f"{sglang(release)}:{REFERENCE}")
+        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=environment.ROOT)
+        assert done.returncode == status
+        assert "Error       wrapt is not installed for this Python; nothing can be wrapped\n" in done.stdout
+    assert "wrapt" not in doctor(path=[sglang("0.5.23"), REFERENCE]).stdout
 
 
 def test_doctor_reads_an_unpacked_release_and_says_what_it_cannot_find(tmp_path):

@@ -59,7 +59,7 @@ def reasons(module: str) -> set[str]:
 
 #: Exceptions that a user may see.
 RAISED = ("DecodeError", "SettingError", "CouldNotApply", "LookupError", "NothingToServe")
-LOGS = ("log_once", "log", "info", "error", "warning", "_report")
+LOGS = ("log_once", "log_when_set_up", "log", "_report")
 
 
 def messages() -> set[str]:

@@ -470,7 +470,10 @@ def forward_decode(known: Facts, wrapped: Any, instance: Any, args: tuple, kwarg
         args, kwargs = (), scaled(known, layer, args, kwargs)
     import torch
 
-    count(NAME, "capture" if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() else "decode")
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        count(NAME, "capture")
+    else:
+        count(NAME, "decode")
     return _scope.call((layer, fp8), wrapped, args, kwargs)
 
 

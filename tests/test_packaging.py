@@ -85,3 +85,23 @@ def test_sglangs_plugin_loader_activates_it_once(site, release, order):
     line = next((x for x in done.stdout.splitlines() if x.startswith(child.MARK)), None)
     assert line, done.stderr[-3000:]
     assert line == child.MARK + '{"layers": 1, "from": true, "built": "AiterDecodeRouter"}', line
+
+
+@pytest.mark.slow
+def test_pip_installs_it_into_a_clean_environment_with_wrapt_and_nothing_else(wheel, tmp_path):
+    import venv
+
+    venv.create(tmp_path / "clean", with_pip=True)
+    bin = tmp_path / "clean" / "bin"
+    env = child.clean_environment(PATH=f"{bin}{os.pathsep}{os.environ['PATH']}")
+    subprocess.run([bin / "pip", "install", "-q", "--no-cache-dir", wheel], check=True, env=env)
+    listed = subprocess.run([bin / "pip", "list", "--format=freeze"], env=env, capture_output=True, text=True).stdout
+    names = {line.partition("==")[0] for line in listed.split()}
+    assert names - {"pip", "setuptools", "wheel"} == {"sglang-aiter-ext", "wrapt"}
+    (site,) = (tmp_path / "clean" / "lib").glob("python*/site-packages")
+    path = subprocess.run(["sglang-aiter-ext", "path"], env=env, capture_output=True, text=True).stdout.strip()
+    assert path == str(site / "sglang_aiter_ext" / "preload")
+    shell = 'export PYTHONPATH=$(sglang-aiter-ext path):$PYTHONPATH; python -m sglang_aiter_ext doctor; echo "status $?"'
+    done = subprocess.run(["sh", "-c", shell], env=env, capture_output=True, text=True, cwd="/")
+    assert "PYTHONPATH yes" in done.stdout and done.stdout.endswith("status 2\n"), done.stdout + done.stderr
+    assert not (site / "sitecustomize").exists() and not (site / "sitecustomize.py").exists()

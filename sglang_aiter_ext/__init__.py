@@ -21,7 +21,7 @@ def activate() -> None:
     bootstrap.install()
 
 
-def status() -> list[dict]:
+def status() -> list[dict[str, object]]:
     """One dict a capability: name, verdict, reason, enabled, switch, state and error.
 
     `state` is `pending`, `active`, `failed` or `off`. Imports neither SGLang nor torch.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from types import ModuleType
+from typing import NamedTuple
 
 from .installed import Release, mentions, parameters
 from .settings import Setting
@@ -12,19 +13,11 @@ from .settings import Setting
 APPLY, UPSTREAM, NOT_APPLICABLE, UNSUPPORTED = "apply", "upstream", "not_applicable", "unsupported"
 
 
-class Verdict(tuple):
-    """(verdict, reason): one of the four words above, and a reason a person can act on."""
+class Verdict(NamedTuple):
+    """One of the four words above, and a reason a person can act on."""
 
-    def __new__(cls, verdict: str, reason: str):
-        return super().__new__(cls, (verdict, reason))
-
-    @property
-    def verdict(self) -> str:
-        return self[0]
-
-    @property
-    def reason(self) -> str:
-        return self[1]
+    verdict: str
+    reason: str
 
 
 class Unsupported(Exception):

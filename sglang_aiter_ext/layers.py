@@ -21,7 +21,9 @@ def covered_ratio(layer: Any) -> bool:
     return heads % kv_heads == 0 and heads // kv_heads in HEAD_RATIOS
 
 
-def bind_extend(q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
+def bind_extend(
+    q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: Any = True, sinks: Any = None
+) -> tuple[Any, Any, Any, Any, Any]:
     """(q, k, layer, batch, sinks) of a call of forward_extend, in any release.
 
     Raises TypeError for a call that forward_extend would not take either.

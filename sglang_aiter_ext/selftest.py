@@ -109,7 +109,7 @@ class Bench:
         end.synchronize()
         return result, start.elapsed_time(end) / 20e3
 
-    def error(self, got: torch.Tensor, q: torch.Tensor, caches: tuple, slots: torch.Tensor, last: Any) -> float:
+    def error(self, got: torch.Tensor, q: torch.Tensor, caches: tuple[torch.Tensor, ...], slots: torch.Tensor, last: Any) -> float:
         """Of `got` [rows, heads, head_dim] against float32 attention of q over the slots up to position `last` [rows]."""
         k, v = (cache.float()[slots.long()] for cache in caches)
         grouped = q.float().unflatten(1, (k.shape[1], -1))
@@ -140,13 +140,13 @@ class Bench:
         cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=self.device) for n in (s.chunk, s.tokens))
         table = torch.cat([self.slots, self.slots[:1].expand(TABLE_PADDING)])
 
-        def paged_kernel() -> torch.Tensor:
+        def paged_kernel() -> Any:
             return aiter.mha_batch_prefill_func(
                 fp8_q, *self.quantised, cu_q, cu_k, table, s.chunk, s.tokens, causal=True, q_descale=one,
                 k_descale=one, v_descale=one,
             )  # fmt: skip
 
-        def asm_kernel() -> torch.Tensor:
+        def asm_kernel() -> Any:
             queries = gather_kv.saturating_fp8(q).view(q.shape)
             keys, values = gather_kv.gather_kv(*self.quantised, self.slots)
             return aiter.flash_attn_varlen_fp8_pertensor_func(

@@ -41,7 +41,7 @@ def probe(release: Release) -> Verdict:
 _scope = activation.Scope()
 
 
-def forward_extend(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+def forward_extend(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         _, _, _, batch, _ = bind_extend(*args, **kwargs)
     except TypeError:
@@ -49,7 +49,7 @@ def forward_extend(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> An
     return _scope.call((instance.forward_metadata, batch), wrapped, args, kwargs)
 
 
-def gather_indices(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+def gather_indices(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Around the release's builder, which gets (kv_indptr, kv_indices, seq_lens, num_kv_slots, forward_mode)."""
     if _scope.value is None or len(args) < 4 or kwargs:
         return wrapped(*args, **kwargs)

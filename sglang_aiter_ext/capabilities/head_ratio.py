@@ -45,7 +45,7 @@ def probe(release: Release) -> Verdict:
 _scope = activation.Scope()
 
 
-def forward_extend(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+def forward_extend(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         _, _, layer, _, _ = bind_extend(*args, **kwargs)
     except TypeError:
@@ -60,7 +60,7 @@ def forward_extend(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> An
     return _scope.call(True, wrapped, args, kwargs)
 
 
-def is_gfx95_supported(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+def is_gfx95_supported(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return False if _scope.value else wrapped(*args, **kwargs)
 
 

@@ -31,7 +31,7 @@ def probe(release: Release) -> Verdict:
     )
 
 
-def wrapper(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+def wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Around `AiterAttnBackend.__init__`; shows it layer 0 of a pool that has none."""
     runner = args[0] if args else kwargs.get("model_runner")
     pool: Any = getattr(runner, "token_to_kv_pool", None)

@@ -12,7 +12,15 @@ _logged: set[tuple[str, str]] = set()
 _lock = threading.Lock()
 
 
+def compiling() -> bool:
+    """Whether torch.compile is tracing the caller; `torch.compiler.is_compiling` once torch is there."""
+    return False
+
+
 def count(capability: str, outcome: str, reason: str = "") -> None:
+    if compiling():
+        # Compiled code counts nothing, as a replayed graph does not: a lock would break the graph at every layer.
+        return
     key = (capability, outcome, reason)
     with _lock:
         _counts[key] = _counts.get(key, 0) + 1

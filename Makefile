@@ -1,7 +1,7 @@
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: demo test test-quick test-gpu bench environment clean
+.PHONY: demo test test-quick test-nightly mutation test-gpu bench environment clean
 demo:
 	$(PYTHON) tests/environment.py 0.5.18
 	$(RUN) tests/demo.py
@@ -12,6 +12,14 @@ test: environment
 test-quick:
 	$(PYTHON) tests/environment.py --quick
 	$(RUN) -m pytest -n 2 --dist loadgroup -m "not slow" tests
+
+# 10,000 random batches of each kind; hours on two cores.
+test-nightly: environment
+	HYPOTHESIS_PROFILE=nightly $(RUN) -m pytest -n 2 --dist loadgroup tests/test_properties.py
+
+# Which guards no test would miss; an hour on two cores.
+mutation: environment
+	$(RUN) tests/mutation.py
 
 # On a machine with a GPU, in any Python that has torch, triton, wrapt and pytest.
 test-gpu:

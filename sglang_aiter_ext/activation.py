@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import sys
 import threading
@@ -178,6 +179,8 @@ def _install(state: State, module: ModuleType, release: installed.Release, late:
                 counting.log_when_set_up(logging.WARNING if asked_for else logging.INFO, message)
         return
     before = dict(vars(module)) if late else {}
+    if (torch := sys.modules.get("torch")) is not None:
+        counting.compiling = torch.compiler.is_compiling
     try:
         capability.install(module, release)
     except NothingToServe as error:
@@ -213,7 +216,8 @@ def _rebind(before: dict, module: ModuleType) -> None:
 class Scope(threading.local):
     """What a wrapper around one call leaves for the wrappers of calls made inside of it, in this thread."""
 
-    value: Any = None
+    def __init__(self) -> None:
+        self.value: Any = None
 
     def call(self, value: Any, wrapped: Callable, args: tuple, kwargs: dict) -> Any:
         """`wrapped(*args, **kwargs)` with `value` left for the time of the call."""
@@ -237,14 +241,35 @@ def wrap(module: ModuleType, name: str, wrapper: Callable) -> None:
         owner = getattr(owner, part)
     if last not in vars(owner):
         raise AttributeError(f"{module.__name__} has no {name}")
+
+    def wrapping(wrapped: Any) -> Any:
+        # A function, not a wrapt.FunctionWrapper: torch.compile takes that one for what it wraps and leaves the
+        # wrapper out, and it can be neither pickled nor copied.
+        if path:
+
+            @functools.wraps(wrapped)
+            def function(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+                return wrapper(functools.partial(wrapped, instance), instance, args, kwargs)
+
+        else:
+
+            @functools.wraps(wrapped)
+            def function(*args: Any, **kwargs: Any) -> Any:
+                return wrapper(wrapped, None, args, kwargs)
+
+        function.__module__, function.__qualname__ = module.__name__, name
+        function.__dict__["_sglang_aiter_ext_wrapper"] = wrapper
+        for attribute in ("cache_info", "cache_clear", "cache_parameters"):
+            if hasattr(wrapped, attribute):
+                setattr(function, attribute, getattr(wrapped, attribute))
+        return function
+
     # By position: wrapt 2 renamed the first parameter.
-    wrapt.wrap_function_wrapper(module, name, wrapper)
+    wrapt.wrap_object(module, name, wrapping)  # type: ignore[arg-type]
 
 
 def without_wrappers(function: Any) -> Any:
-    """`function` without the wrapt wrappers around it."""
-    import wrapt
-
-    while isinstance(function, wrapt.FunctionWrapper):
+    """`function` without this package's wrappers around it."""
+    while hasattr(function, "_sglang_aiter_ext_wrapper"):
         function = function.__wrapped__
     return function

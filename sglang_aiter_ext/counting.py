@@ -15,7 +15,15 @@ _held: collections.deque[tuple[int, str]] = collections.deque()
 _lock = threading.Lock()
 
 
+def compiling() -> bool:
+    """Whether torch.compile is tracing the caller; `torch.compiler.is_compiling` once torch is there."""
+    return False
+
+
 def count(capability: str, outcome: str, reason: str = "") -> None:
+    if compiling():
+        # Compiled code counts nothing, as a replayed graph does not: a lock would break the graph at every layer.
+        return
     key = (capability, outcome, reason)
     with _lock:
         _counts[key] = _counts.get(key, 0) + 1

@@ -259,19 +259,16 @@ class Stack:
 
     def _grow(self, request: int, tokens: int) -> torch.Tensor:
         """Slots for `tokens` more tokens of `request`, on pages in random order."""
-        table = self.req_to_token_pool.req_to_token
-        start = self.seq_lens[request]
-        slots = []
-        for position in range(start, start + tokens):
-            if position % self.page_size == 0:
-                page = self._free_pages.pop()
-            else:
-                page = int(table[request, position - 1]) // self.page_size
-            slot = page * self.page_size + position % self.page_size
-            table[request, position] = slot
-            slots.append(slot)
-        self.seq_lens[request] = start + tokens
-        return torch.tensor(slots, dtype=torch.int64, device=self.device)
+        table, page = self.req_to_token_pool.req_to_token, self.page_size
+        start, end = self.seq_lens[request], self.seq_lens[request] + tokens
+        pages = [self._free_pages.pop() for _ in range(-(-start // page), -(-end // page))]
+        if start % page:
+            pages.insert(0, int(table[request, start - 1]) // page)
+        position = torch.arange(start, end)
+        slots = torch.tensor(pages, dtype=torch.int64)[position // page - start // page] * page + position % page
+        table[request, start:end] = slots.to(table.device, table.dtype)
+        self.seq_lens[request] = end
+        return slots.to(self.device)
 
     def _random(self, *shape) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator).to(self.device, self.dtype)

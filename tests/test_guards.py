@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from sglang_aiter_ext.capabilities import asm_context_prefill as asm  # noqa: E402
+from sglang_aiter_ext.layers import is_vectorized_5d, unit_scales  # noqa: E402
 
 FP8 = torch.float8_e4m3fn
 
@@ -49,6 +50,82 @@ def test_each_condition_of_a_layer(reason):
     of_backend, of_layer = LAYERS[reason]
     found, message, *arguments = asm.check_layer(backend(**of_backend), QUERIES, layer(**of_layer), EXTEND, None)
     assert found == reason and message % tuple(arguments)
+
+
+def test_each_half_of_a_layers_conditions():
+    def check(**of_layer):
+        return asm.check_layer(backend(), QUERIES, layer(**of_layer), EXTEND, None)
+
+    assert check(qk_head_dim=128)[0] == "head_dim"
+    assert check(sliding_window_size=None) is None
+    assert check(attn_type=SimpleNamespace(value="decoder")) is None
+    assert check(attn_type=SimpleNamespace(value="encoder_only"))[0] == "attention_type"
+    # A whole ratio that is covered, and one that only rounds down to it.
+    assert check(tp_q_head_num=9, tp_k_head_num=4, tp_v_head_num=4)[0] == "head_ratio"
+
+
+def test_the_pool_is_found_on_the_backend_and_else_on_the_batch():
+    ours, theirs = SimpleNamespace(), SimpleNamespace(kv_cache_layout="vectorized_5d")
+    old = Batch(forward_mode=EXTEND.forward_mode, token_to_kv_pool=theirs)
+    assert asm.pool_of(backend(token_to_kv_pool=ours), old) is ours
+    assert asm.check_layer(backend(token_to_kv_pool=None), QUERIES, layer(), old, None)[0] == "vectorized_5d"
+
+
+def test_no_pool_at_all_has_no_layout():
+    assert not is_vectorized_5d(None)
+    assert not is_vectorized_5d(SimpleNamespace(full_kv_pool=None))
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_scales_are_one_only_where_the_host_knows_it(name):
+    other = {"k_scale": "v_scale", "v_scale": "k_scale"}[name]
+    assert unit_scales(layer()) and unit_scales(SimpleNamespace())
+    assert unit_scales(layer(**{name: torch.ones(1), name + "_float": 1.0}))
+    assert unit_scales(
+        layer(**{name: torch.ones(1), name + "_float": 1.0, other: torch.ones(1), other + "_float": 1.0})
+    )
+    assert not unit_scales(layer(**{name: torch.ones(1), name + "_float": 0.5}))
+    assert not unit_scales(layer(**{name: torch.ones(1)}))
+    # A figure without the tensor is not applied by anyone.
+    assert unit_scales(layer(**{name + "_float": 0.5}))
+
+
+def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch):
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+
+    table = torch.arange(6 + 256, dtype=torch.int32).as_subclass(OnGPU)
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        assert reason(plan([4], [2], metadata={"kv_indices": table})) == ("graph_capture" if capturing else None)
+
+
+def test_a_reason_is_logged_once_with_the_pools_size_and_counted_each_time(monkeypatch, caplog):
+    from sglang_aiter_ext import counting
+
+    monkeypatch.setattr(counting, "_counts", {})
+    monkeypatch.setattr(counting, "_logged", set())
+    caplog.set_level("INFO", logger="sglang_aiter_ext")
+    asked = []
+
+    def pool(size):
+        return SimpleNamespace(get_key_buffer=lambda layer_id: asked.append(layer_id) or SimpleNamespace(nbytes=size))
+
+    for number, size in enumerate((3 * 2**30, 2**31)):
+        for _ in range(2):
+            asm.report(
+                (f"reason{number}", "because of %s", "this"),
+                backend(token_to_kv_pool=pool(size)),
+                layer(layer_id=7),
+                EXTEND,
+            )
+    assert counting.snapshot()[asm.NAME] == {"paged/reason0": 2, "paged/reason1": 2} and asked == [7, 7]
+    large, small = (record.getMessage() for record in caplog.records)
+    assert "(reason0): because of this; a layer's K cache is 3.0 GiB" in large
+    assert small.endswith("(reason1): because of this")
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    asm.report(("table_ambiguous", "one token each"), backend(), layer(), EXTEND)
+    assert caplog.records[-1].levelname != "WARNING"
 
 
 def test_the_kind_of_batch_and_what_comes_with_the_call():

@@ -341,7 +341,17 @@ def give_graph_buffer(decode: Any) -> None:
 @functools.cache
 def router_class() -> type:
     """SGLang's own router, for decode and idle batches only; what it does not define the user's backend answers."""
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+
+    class Chosen:
+        """A default of SGLang's base class, which must not hide what the user's backend says; an instance's own wins."""
+
+        def __init__(self, name: str):
+            self.name = name
+
+        def __get__(self, router: Any, owner: type) -> Any:
+            return getattr(AttentionBackend if router is None else router.prefill_backend, self.name)
 
     class AiterDecodeRouter(HybridAttnBackend):
         def _select_backend(self, forward_mode: Any) -> Any:
@@ -354,6 +364,9 @@ def router_class() -> type:
                 raise AttributeError(name) from None
             return getattr(chosen, name)
 
+    for name in vars(AttentionBackend).keys() - vars(HybridAttnBackend).keys():
+        if not name.startswith("_"):
+            setattr(AiterDecodeRouter, name, Chosen(name))
     return AiterDecodeRouter
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 
-import wrapt
 from recording import harness, torch
+
+from sglang_aiter_ext import activation
 
 CALLS = 2000
 
@@ -64,22 +66,20 @@ def _mode(name):
 def measure(cls, name, instance, args) -> tuple[float, float]:
     """The installed wrappers of a method, around one that does nothing, called on a real instance."""
     chain, function = [], cls.__dict__[name]
-    while isinstance(function, wrapt.FunctionWrapper):
-        chain.append(function._self_wrapper)
+    while hasattr(function, "_sglang_aiter_ext_wrapper"):
+        chain.append(function._sglang_aiter_ext_wrapper)
         function = function.__wrapped__
 
     def nothing(self, *args, **kwargs):
         return None
 
-    wrapped = nothing
-    for wrapper in reversed(chain):
-        wrapped = wrapt.FunctionWrapper(wrapped, wrapper)
     kept = cls.__dict__[name]
     try:
         setattr(cls, name, nothing)
         call = getattr(instance, name)
         plain = microseconds(lambda: call(*args))
-        setattr(cls, name, wrapped)
+        for wrapper in reversed(chain):
+            activation.wrap(sys.modules[cls.__module__], f"{cls.__name__}.{name}", wrapper)
         call = getattr(instance, name)
         return microseconds(lambda: call(*args)), plain
     finally:

@@ -129,7 +129,8 @@ def flash_attn_varlen_fp8_pertensor_func(
     """The fp8 ASM kernel: q [Tq, Hq, D], k and v [Tk, Hkv, D], all fp8 -> bf16 [Tq, Hq, D]."""
     _called("flash_attn_varlen_fp8_pertensor_func", q=q, k=k, v=v, q_descale=q_descale,
             k_descale=k_descale, v_descale=v_descale, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, softmax_scale=softmax_scale)  # fmt: skip
+            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+            softmax_scale=softmax_scale)  # fmt: skip
     _require(
         q.dtype in FP8 and q.dtype == k.dtype == v.dtype,
         f"q, k, v must share an fp8 dtype, not {q.dtype}, {k.dtype}, {v.dtype}",
@@ -184,7 +185,7 @@ def mha_batch_prefill_func(
     """
     _called("mha_batch_prefill_func", q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, kv_indptr=kv_indptr,
             kv_page_indices=kv_page_indices, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, causal=causal,
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, causal=causal, softmax_scale=softmax_scale,
             logits_soft_cap=logits_soft_cap, window_size=window_size, sink_ptr=sink_ptr)  # fmt: skip
     for name, value in (("alibi_slopes", alibi_slopes), ("kv_last_page_lens", kv_last_page_lens),
                         ("block_table", block_table), ("seqlen_k", seqlen_k),
@@ -279,13 +280,14 @@ def paged_attention_ragged(
         picked = picked.view(cache.dtype) if is_fp8 else picked
         picked = _float(picked, descale if is_fp8 else None)
         # Slots that no request owns may hold anything, NaN included.
-        return picked.masked_fill(~valid[..., None, None], 0.0).repeat_interleave(heads // cache.shape[2], dim=2)
+        return picked.masked_fill_(~valid[..., None, None], 0.0)
 
-    scores = torch.einsum("bhd,bkhd->bhk", query.to(torch.float32), rows(key_cache, k_scale)) * scale
+    grouped = query.to(torch.float32).view(batch, key_cache.shape[2], -1, head_dim)
+    scores = torch.einsum("bhgd,bkhd->bhgk", grouped, rows(key_cache, k_scale)) * scale
     if logits_soft_cap:
         scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
-    weights = torch.softmax(scores.masked_fill(~valid[:, None], float("-inf")), dim=-1).nan_to_num(0.0)
-    out.copy_(torch.einsum("bhk,bkhd->bhd", weights, rows(value_cache, v_scale)))
+    weights = torch.softmax(scores.masked_fill(~valid[:, None, None], float("-inf")), dim=-1).nan_to_num(0.0)
+    out.copy_(torch.einsum("bhgk,bkhd->bhgd", weights, rows(value_cache, v_scale)).flatten(1, 2))
     return out
 
 

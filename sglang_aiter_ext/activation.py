@@ -13,7 +13,7 @@ from typing import Any
 
 from . import __version__, installed, settings
 from .capability import APPLY, UNSUPPORTED, Capability, NothingToServe, Verdict
-from .counting import logger
+from .counting import count, log_once, say
 
 
 class CouldNotApply(RuntimeError):
@@ -116,7 +116,7 @@ def on_import(module: ModuleType, fresh: bool) -> None:
 def _report(message: str) -> None:
     if message not in _reported:
         _reported.add(message)
-        logger.error("%s", message)
+        say(logging.ERROR, "%s", message)
 
 
 def _serve(module: ModuleType, late: bool) -> None:
@@ -145,7 +145,7 @@ def _summarise(release: installed.Release) -> None:
     words = [
         f"{name} {state.verdict.verdict}" + ("" if state.enabled else " (off)") for name, state in states().items()
     ]
-    logger.info("sglang-aiter-ext %s on SGLang %s: %s", __version__, release.version, ", ".join(words))
+    say(logging.INFO, "sglang-aiter-ext %s on SGLang %s: %s", __version__, release.version, ", ".join(words))
 
 
 def _install(state: State, module: ModuleType, release: installed.Release, late: bool) -> None:
@@ -160,7 +160,7 @@ def _install(state: State, module: ModuleType, release: installed.Release, late:
             if message not in _reported:
                 _reported.add(message)
                 asked_for = capability.switch is not None and not capability.switch.default
-                logger.log(logging.WARNING if asked_for else logging.INFO, "%s", message)
+                say(logging.WARNING if asked_for else logging.INFO, "%s", message)
         return
     before = dict(vars(module)) if late else {}
     try:
@@ -209,10 +209,16 @@ class Scope(threading.local):
             self.value = before
 
 
-def wrap(module: ModuleType, name: str, wrapper: Callable) -> None:
+class Refusal(RuntimeError):
+    """Raised by a wrapper on purpose: what the user asked for cannot be had."""
+
+
+def wrap(module: ModuleType, name: str, wrapper: Callable, instead: type[Refusal] | None = None) -> None:
     """Wrap `name` or `Class.name` of `module` with `wrapper(wrapped, instance, args, kwargs)`.
 
-    Raises AttributeError where there is no such name, ImportError without a usable wrapt.
+    An error of the wrapper's own leaves the call to SGLang's function, or becomes an `instead`
+    where that one would answer differently. Raises AttributeError where there is no such name,
+    ImportError without a usable wrapt.
     """
     import wrapt
 
@@ -223,7 +229,35 @@ def wrap(module: ModuleType, name: str, wrapper: Callable) -> None:
     if last not in vars(owner):
         raise AttributeError(f"{module.__name__} has no {name}")
     # By position: wrapt 2 renamed the first parameter.
-    wrapt.wrap_function_wrapper(module, name, wrapper)
+    wrapt.wrap_function_wrapper(module, name, _guarded(wrapper, name, instead))
+
+
+def _guarded(wrapper: Callable, name: str, instead: type[Refusal] | None) -> Callable:
+    capability = getattr(wrapper, "func", wrapper).__module__.rpartition(".")[2]
+
+    def guarded(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+        called, result = False, None
+
+        def original(*args: Any, **kwargs: Any) -> Any:
+            nonlocal called, result
+            called = True
+            result = (wrapped(*args, **kwargs),)
+            return result[0]
+
+        try:
+            return wrapper(original, instance, args, kwargs)
+        except Exception as error:
+            if isinstance(error, (Refusal, settings.SettingError)) or (called and result is None):
+                # On purpose, or SGLang's own.
+                raise
+            message = f"internal error in {name}: {type(error).__name__}: {error}"
+            if instead is not None:
+                raise instead(message) from error
+            count(capability, "internal_error")
+            log_once(capability, "internal_error", "%s; SGLang's own function serves it", message)
+            return result[0] if result is not None else wrapped(*args, **kwargs)
+
+    return guarded
 
 
 def without_wrappers(function: Any) -> Any:

@@ -13,16 +13,28 @@ _lock = threading.Lock()
 
 
 def count(capability: str, outcome: str, reason: str = "") -> None:
+    """Never raises: an answer is worth more than its count."""
     key = (capability, outcome, reason)
-    with _lock:
-        _counts[key] = _counts.get(key, 0) + 1
+    try:
+        with _lock:
+            _counts[key] = _counts.get(key, 0) + 1
+    except Exception as error:
+        log_once(capability, "counter", "calls are not counted: %s: %s", type(error).__name__, error)
+
+
+def say(level: int, message: str, *args: object) -> None:
+    """Log, whatever a handler of the host program's makes of it."""
+    try:
+        logger.log(level, message, *args)
+    except Exception:
+        pass
 
 
 def log_once(capability: str, reason: str, message: str, *args: object, level: int = logging.WARNING) -> None:
     """Log `message` the first time this process sees (capability, reason)."""
     if not logged(capability, reason):
         _logged.add((capability, reason))
-        logger.log(level, "%s: " + message, capability, *args)
+        say(level, "%s: " + message, capability, *args)
 
 
 def logged(capability: str, reason: str) -> bool:

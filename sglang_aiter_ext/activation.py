@@ -45,7 +45,8 @@ class State:
 
 
 _lock = threading.RLock()
-_served: weakref.WeakSet[ModuleType] = weakref.WeakSet()
+#: Survives a reload of this module: what is wrapped stays wrapped.
+_served: weakref.WeakSet[ModuleType] = globals().get("_served", weakref.WeakSet())
 _reported: set[str] = set()
 
 
@@ -107,15 +108,20 @@ def on_import(module: ModuleType, fresh: bool) -> None:
                 return
             _served.add(module)
             _serve(module, late=not fresh)
+        except (CouldNotApply, settings.SettingError):
+            # Strict mode's own.
+            raise
         except Exception as error:
+            message = f"sglang_aiter_ext: {type(error).__name__}: {error}"
             if settings.strict():
-                raise
-            _report(f"{type(error).__name__}: {error}; SGLang goes on without it")
+                raise CouldNotApply(message) from error
+            _report(f"{message}; SGLang goes on without it")
 
 
-def _report(message: str) -> None:
-    if message not in _reported:
-        _reported.add(message)
+def _report(message: str, cause: str | None = None) -> None:
+    """Log at ERROR; a `cause` that several capabilities or modules share only the first time."""
+    if (cause or message) not in _reported:
+        _reported.add(cause or message)
         say(logging.ERROR, "%s", message)
 
 
@@ -175,7 +181,7 @@ def _install(state: State, module: ModuleType, release: installed.Release, late:
         message = f"{capability.name} could not be applied to {module.__name__}: {state.error}"
         if settings.strict():
             raise CouldNotApply(message) from error
-        _report(message)
+        _report(message, state.error)
         return
     _rebind(before, module)
     state.installed_in.add(module.__name__)
@@ -220,7 +226,7 @@ def wrap(module: ModuleType, name: str, wrapper: Callable, instead: type[Refusal
     where that one would answer differently. Raises AttributeError where there is no such name,
     ImportError without a usable wrapt.
     """
-    import wrapt
+    from wrapt import FunctionWrapper, wrap_function_wrapper  # noqa: F401  (one message for a wrapt that lacks either)
 
     owner: object = module
     *path, last = name.split(".")
@@ -229,7 +235,7 @@ def wrap(module: ModuleType, name: str, wrapper: Callable, instead: type[Refusal
     if last not in vars(owner):
         raise AttributeError(f"{module.__name__} has no {name}")
     # By position: wrapt 2 renamed the first parameter.
-    wrapt.wrap_function_wrapper(module, name, _guarded(wrapper, name, instead))
+    wrap_function_wrapper(module, name, _guarded(wrapper, name, instead))
 
 
 def _guarded(wrapper: Callable, name: str, instead: type[Refusal] | None) -> Callable:
@@ -262,8 +268,8 @@ def _guarded(wrapper: Callable, name: str, instead: type[Refusal] | None) -> Cal
 
 def without_wrappers(function: Any) -> Any:
     """`function` without the wrapt wrappers around it."""
-    import wrapt
+    from wrapt import FunctionWrapper
 
-    while isinstance(function, wrapt.FunctionWrapper):
+    while isinstance(function, FunctionWrapper):
         function = function.__wrapped__
     return function

@@ -44,14 +44,37 @@ def _tell_when_executed(spec) -> None:
         loader.__dict__.pop("exec_module", None)
         execute(module)
         if module.__spec__ is spec:
-            from . import activation
-
-            activation.on_import(module, fresh=True)
+            _serve(module, fresh=True)
 
     try:
         loader.exec_module = exec_module
     except AttributeError:
         pass
+
+
+_broken: list = []
+
+
+def _serve(module, fresh) -> None:
+    """Hand a target over; where our own code cannot be imported, one line, or an error under SGLANG_AITER_EXT_STRICT=1."""
+    try:
+        from . import activation
+    except Exception as error:
+        import logging
+        import os
+
+        message = f"sglang_aiter_ext is not active: {type(error).__name__}: {error}"
+        if os.environ.get("SGLANG_AITER_EXT_STRICT", "").strip().lower() in ("1", "true", "yes", "on"):
+            raise ImportError(message) from error
+        if not _broken:
+            _broken.append(error)
+            try:
+                logging.getLogger(__package__).error("%s", message)
+            except Exception:
+                # A handler of the host program's.
+                pass
+        return
+    activation.on_import(module, fresh)
 
 
 def waiting() -> bool:
@@ -68,9 +91,6 @@ def install() -> None:
     if not waiting():
         sys.meta_path.insert(0, TargetFinder())
     imported = [name for name in TARGETS if sys.modules.get(name) is not None]
-    if imported:
-        from . import activation
-
-        for name in imported:
-            __import__(name)  # waits for a thread that is still executing it
-            activation.on_import(sys.modules[name], fresh=False)
+    for name in imported:
+        __import__(name)  # waits for a thread that is still executing it
+        _serve(sys.modules[name], fresh=False)

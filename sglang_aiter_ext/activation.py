@@ -15,6 +15,13 @@ from typing import Any
 
 from . import __version__, counting, installed, settings
 from .capability import APPLY, UNSUPPORTED, Capability, NothingToServe, Verdict
+from .counting import count, log_once, log_when_set_up
+
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+#: (wrapped, instance or None, args, kwargs) -> result
+Wrapper = Callable[[Callable[..., Any], Any, Args, Kwargs], Any]
 
 
 class CouldNotApply(RuntimeError):
@@ -46,7 +53,8 @@ class State:
 
 
 _lock = threading.RLock()
-_served: weakref.WeakSet[ModuleType] = weakref.WeakSet()
+#: Survives a reload of this module: what is wrapped stays wrapped.
+_served: weakref.WeakSet[ModuleType] = globals().get("_served", weakref.WeakSet())
 _reported: set[str] = set()
 
 
@@ -81,7 +89,7 @@ def states() -> dict[str, State]:
         return result
 
 
-def status() -> list[dict]:
+def status() -> list[dict[str, Any]]:
     """See `sglang_aiter_ext.status`."""
     return [
         {
@@ -122,16 +130,21 @@ def _contained() -> Iterator[None]:
     with _lock:
         try:
             yield
+        except (CouldNotApply, settings.SettingError):
+            # Strict mode's own.
+            raise
         except Exception as error:
+            message = f"sglang_aiter_ext: {type(error).__name__}: {error}"
             if settings.strict():
-                raise
-            _report(f"{type(error).__name__}: {error}; SGLang goes on without it")
+                raise CouldNotApply(message) from error
+            _report(f"{message}; SGLang goes on without it")
 
 
-def _report(message: str) -> None:
-    if message not in _reported:
-        _reported.add(message)
-        counting.log_when_set_up(logging.ERROR, message)
+def _report(message: str, cause: str | None = None) -> None:
+    """Log at ERROR; a `cause` that several capabilities or modules share only the first time."""
+    if (cause or message) not in _reported:
+        _reported.add(cause or message)
+        log_when_set_up(logging.ERROR, message)
 
 
 def _serve(module: ModuleType, late: bool) -> None:
@@ -161,7 +174,7 @@ def _summarise(release: installed.Release) -> None:
         f"{name} {state.verdict.verdict}" + ("" if state.enabled else " (off)") for name, state in states().items()
     ]
     found = f"sglang-aiter-ext {__version__} on SGLang {release.version}: {', '.join(words)}"
-    counting.log_when_set_up(logging.INFO, found)
+    log_when_set_up(logging.INFO, found)
 
 
 def _install(state: State, module: ModuleType, release: installed.Release, late: bool) -> None:
@@ -176,9 +189,9 @@ def _install(state: State, module: ModuleType, release: installed.Release, late:
             if message not in _reported:
                 _reported.add(message)
                 asked_for = capability.switch is not None and not capability.switch.default
-                counting.log_when_set_up(logging.WARNING if asked_for else logging.INFO, message)
+                log_when_set_up(logging.WARNING if asked_for else logging.INFO, message)
         return
-    before = dict(vars(module)) if late else {}
+    before: dict[str, Any] = dict(vars(module)) if late else {}
     if (torch := sys.modules.get("torch")) is not None:
         counting.compiling = torch.compiler.is_compiling
     try:
@@ -193,13 +206,13 @@ def _install(state: State, module: ModuleType, release: installed.Release, late:
         message = f"{capability.name} could not be applied to {module.__name__}: {state.error}"
         if settings.strict():
             raise CouldNotApply(message) from error
-        _report(message)
+        _report(message, state.error)
         return
     _rebind(before, module)
     state.installed_in.add(module.__name__)
 
 
-def _rebind(before: dict, module: ModuleType) -> None:
+def _rebind(before: dict[str, Any], module: ModuleType) -> None:
     """Point `from module import name` aliases taken before at what the functions `module` defines are now."""
     changed = {
         name: value
@@ -219,7 +232,7 @@ class Scope(threading.local):
     def __init__(self) -> None:
         self.value: Any = None
 
-    def call(self, value: Any, wrapped: Callable, args: tuple, kwargs: dict) -> Any:
+    def call(self, value: Any, wrapped: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """`wrapped(*args, **kwargs)` with `value` left for the time of the call."""
         before, self.value = self.value, value
         try:
@@ -228,12 +241,18 @@ class Scope(threading.local):
             self.value = before
 
 
-def wrap(module: ModuleType, name: str, wrapper: Callable) -> None:
+class Refusal(RuntimeError):
+    """Raised by a wrapper on purpose: what the user asked for cannot be had."""
+
+
+def wrap(module: ModuleType, name: str, wrapper: Wrapper, instead: type[Refusal] | None = None) -> None:
     """Wrap `name` or `Class.name` of `module` with `wrapper(wrapped, instance, args, kwargs)`.
 
-    Raises AttributeError where there is no such name, ImportError without a usable wrapt.
+    An error of the wrapper's own leaves the call to SGLang's function, or becomes an `instead`
+    where that one would answer differently. Raises AttributeError where there is no such name,
+    ImportError without a usable wrapt.
     """
-    import wrapt
+    from wrapt import wrap_object
 
     owner: object = module
     *path, last = name.split(".")
@@ -242,6 +261,8 @@ def wrap(module: ModuleType, name: str, wrapper: Callable) -> None:
     if last not in vars(owner):
         raise AttributeError(f"{module.__name__} has no {name}")
 
+    guarded = _guarded(wrapper, name, instead)
+
     def wrapping(wrapped: Any) -> Any:
         # A function, not a wrapt.FunctionWrapper: torch.compile takes that one for what it wraps and leaves the
         # wrapper out, and it can be neither pickled nor copied.
@@ -249,13 +270,13 @@ def wrap(module: ModuleType, name: str, wrapper: Callable) -> None:
 
             @functools.wraps(wrapped)
             def function(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
-                return wrapper(functools.partial(wrapped, instance), instance, args, kwargs)
+                return guarded(functools.partial(wrapped, instance), instance, args, kwargs)
 
         else:
 
             @functools.wraps(wrapped)
             def function(*args: Any, **kwargs: Any) -> Any:
-                return wrapper(wrapped, None, args, kwargs)
+                return guarded(wrapped, None, args, kwargs)
 
         function.__module__, function.__qualname__ = module.__name__, name
         function.__dict__["_sglang_aiter_ext_wrapper"] = wrapper
@@ -265,7 +286,35 @@ def wrap(module: ModuleType, name: str, wrapper: Callable) -> None:
         return function
 
     # By position: wrapt 2 renamed the first parameter.
-    wrapt.wrap_object(module, name, wrapping)  # type: ignore[arg-type]
+    wrap_object(module, name, wrapping)  # type: ignore[arg-type]
+
+
+def _guarded(wrapper: Wrapper, name: str, instead: type[Refusal] | None) -> Wrapper:
+    capability = getattr(wrapper, "func", wrapper).__module__.rpartition(".")[2]
+
+    def guarded(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        called, result = False, None
+
+        def original(*args: Any, **kwargs: Any) -> Any:
+            nonlocal called, result
+            called = True
+            result = (wrapped(*args, **kwargs),)
+            return result[0]
+
+        try:
+            return wrapper(original, instance, args, kwargs)
+        except Exception as error:
+            if isinstance(error, (Refusal, settings.SettingError)) or (called and result is None):
+                # On purpose, or SGLang's own.
+                raise
+            message = f"internal error in {name}: {type(error).__name__}: {error}"
+            if instead is not None:
+                raise instead(message) from error
+            count(capability, "internal_error")
+            log_once(capability, "internal_error", "%s; SGLang's own function serves it", message)
+            return result[0] if result is not None else wrapped(*args, **kwargs)
+
+    return guarded
 
 
 def without_wrappers(function: Any) -> Any:

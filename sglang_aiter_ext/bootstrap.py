@@ -48,9 +48,7 @@ def _tell_when_executed(spec) -> None:
         loader.__dict__.pop("exec_module", None)
         execute(module)
         if module.__spec__ is spec:
-            from . import activation
-
-            activation.on_import(module, fresh=True)
+            _serve(module, fresh=True)
 
     try:
         loader.exec_module = exec_module
@@ -60,10 +58,38 @@ def _tell_when_executed(spec) -> None:
 
 def _sglang_is_imported() -> None:
     """A process of SGLang's shows itself from here on, whether or not it imports a target."""
-    if os.environ.get("SGLANG_AITER_EXT_STATE_DIR"):
+    if os.environ.get("SGLANG_AITER_EXT_STATE_DIR") and (activation := _activation()):
+        activation.publish()
+
+
+_broken: list = []
+
+
+def _activation():
+    """Our own code, or None where it cannot be imported: one line then, or an error under SGLANG_AITER_EXT_STRICT=1."""
+    try:
         from . import activation
 
-        activation.publish()
+        return activation
+    except Exception as error:
+        import logging
+
+        message = f"sglang_aiter_ext is not active: {type(error).__name__}: {error}"
+        if os.environ.get("SGLANG_AITER_EXT_STRICT", "").strip().lower() in ("1", "true", "yes", "on"):
+            raise ImportError(message) from error
+        if not _broken:
+            _broken.append(error)
+            try:
+                logging.getLogger(__package__).error("%s", message)
+            except Exception:
+                # A handler of the host program's.
+                pass
+        return None
+
+
+def _serve(module, fresh) -> None:
+    if activation := _activation():
+        activation.on_import(module, fresh)
 
 
 def waiting() -> bool:
@@ -80,9 +106,6 @@ def install() -> None:
     if SGLANG in sys.modules:
         _sglang_is_imported()
     imported = [name for name in TARGETS if sys.modules.get(name) is not None]
-    if imported:
-        from . import activation
-
-        for name in imported:
-            __import__(name)  # waits for a thread that is still executing it
-            activation.on_import(sys.modules[name], fresh=False)
+    for name in imported:
+        __import__(name)  # waits for a thread that is still executing it
+        _serve(sys.modules[name], fresh=False)

@@ -95,3 +95,5 @@ class Capability:
             return Verdict(UNSUPPORTED, str(error))
         except (OSError, SyntaxError, ValueError) as error:
             return Verdict(UNSUPPORTED, f"the source of the release cannot be read: {error}")
+        except Exception as error:
+            return Verdict(UNSUPPORTED, f"internal error of the probe: {type(error).__name__}: {error}")

@@ -21,12 +21,22 @@ def compiling() -> bool:
 
 
 def count(capability: str, outcome: str, reason: str = "") -> None:
+    """Never raises: an answer is worth more than its count."""
     if compiling():
         # Compiled code counts nothing, as a replayed graph does not: a lock would break the graph at every layer.
         return
     key = (capability, outcome, reason)
-    with _lock:
-        _counts[key] = _counts.get(key, 0) + 1
+    try:
+        with _lock:
+            _counts[key] = _counts.get(key, 0) + 1
+    except Exception as error:
+        log_once(capability, "counter", "calls are not counted: %s: %s", type(error).__name__, error)
+
+
+def say(level: int, message: str, *args: object) -> None:
+    """Log, whatever a handler of the host program's makes of it."""
+    with contextlib.suppress(Exception):
+        logger.log(level, message, *args)
 
 
 def log_once(capability: str, reason: str, message: str, *args: object, level: int = logging.WARNING) -> None:
@@ -34,7 +44,7 @@ def log_once(capability: str, reason: str, message: str, *args: object, level: i
     if not logged(capability, reason):
         _logged.add((capability, reason))
         release()
-        logger.log(level, "%s: " + message, capability, *args)
+        say(level, f"%s: {message}", capability, *args)
 
 
 def logged(capability: str, reason: str) -> bool:
@@ -44,7 +54,7 @@ def logged(capability: str, reason: str) -> bool:
 def log_when_set_up(level: int, message: str) -> None:
     """Log a line of import time. SGLang sets its logging up after its imports: the line waits for that."""
     if logger.hasHandlers():
-        logger.log(level, "%s", message)
+        say(level, "%s", message)
     else:
         _held.append((level, message))
 
@@ -59,7 +69,7 @@ def release() -> None:
     with contextlib.suppress(IndexError):
         while True:
             level, message = _held.popleft()
-            logger.log(level, "%s", message)
+            say(level, "%s", message)
 
 
 def snapshot() -> dict[str, dict[str, int]]:

@@ -59,7 +59,7 @@ class Source:
 
     def __init__(self, path: pathlib.Path):
         self.path = path
-        self.tree = ast.parse(path.read_text(encoding="utf-8"))
+        self.tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
     def function(self, dotted: str) -> ast.FunctionDef | None:
         """The function or method called `name` or `Class.name`, or None."""

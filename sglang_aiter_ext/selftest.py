@@ -109,7 +109,9 @@ class Bench:
         end.synchronize()
         return result, start.elapsed_time(end) / 20e3
 
-    def error(self, got: torch.Tensor, q: torch.Tensor, caches: tuple[torch.Tensor, ...], slots: torch.Tensor, last: Any) -> float:
+    def error(
+        self, got: torch.Tensor, q: torch.Tensor, caches: tuple[torch.Tensor, ...], slots: torch.Tensor, last: Any
+    ) -> float:
         """Of `got` [rows, heads, head_dim] against float32 attention of q over the slots up to position `last` [rows]."""
         k, v = (cache.float()[slots.long()] for cache in caches)
         grouped = q.float().unflatten(1, (k.shape[1], -1))

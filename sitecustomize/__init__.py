@@ -42,6 +42,7 @@ def _shadowed():
 
 
 def _run_shadowed():
+    import os
     import sys
 
     try:
@@ -53,8 +54,15 @@ def _run_shadowed():
 
         module = module_from_spec(spec)
         sys.modules[spec.name] = module
-        # What it raises is its own, and site reports it as it always did.
-        spec.loader.exec_module(module)
+        before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        try:
+            # What it raises is its own, and site reports it as it always did.
+            spec.loader.exec_module(module)
+        finally:
+            after = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            if after != before and sorted(after) == sorted(before):
+                # OpenTelemetry's moves its entry to the front, where it would hide ours from the processes we start.
+                os.environ["PYTHONPATH"] = os.pathsep.join(before)
 
 
 _hand_over()

@@ -80,18 +80,19 @@ def make_venv() -> None:
     done.write_text(wanted)
 
 
-def install(package: str, version: str) -> None:
+def install(package: str, version: str, *, dependencies: bool = False) -> pathlib.Path:
+    """Where the package lies, which is installed if need be; tests install in this way what only they use."""
     target = place(package, version)
     if not target.is_dir():
         part = target.with_name(f"{target.name}.part{os.getpid()}")
-        run(
-            PYTHON, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", part, f"{package}=={version}"
-        )
+        options = ["-q", "--no-compile", "--target", part, *(() if dependencies else ("--no-deps",))]
+        run(PYTHON, "-m", "pip", "install", *options, f"{package}=={version}")
         try:
             part.rename(target)
         except OSError:
             # Another run was faster.
             shutil.rmtree(part)
+    return target
 
 
 def main(releases: list[str]) -> None:

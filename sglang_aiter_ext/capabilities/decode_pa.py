@@ -39,8 +39,15 @@ PARTITION = 256
 OFF = f"start with {settings.PA.name}=0 to decode on the backend of --attention-backend"
 
 
-class DecodeError(RuntimeError):
+class DecodeError(activation.Refusal):
     """SGLANG_USE_AITER_PA=1 cannot be served; the message names what is missing and what helps."""
+
+
+class InternalError(DecodeError):
+    """An error of this capability's own, where going on without it would decode differently."""
+
+    def __init__(self, message: str):
+        super().__init__(f"{settings.PA.name}=1 is not served: {message}; {OFF}")
 
 
 # ---- what the release has ----
@@ -376,13 +383,18 @@ def router_class() -> type:
 def install(module: ModuleType, release: Release) -> None:
     known = facts(release)
     if module.__name__.endswith("attention_registry"):
-        activation.wrap(module, "attn_backend_wrapper", functools.partial(build, module, known))
+        activation.wrap(module, "attn_backend_wrapper", functools.partial(build, module, known), InternalError)
     elif module.__name__.endswith("hybrid_linear_attn_backend"):
-        activation.wrap(module, "HybridLinearAttnBackend.forward_decode", functools.partial(forward_decode, known))
+        wrapper = functools.partial(forward_decode, known)
+        activation.wrap(module, "HybridLinearAttnBackend.forward_decode", wrapper, InternalError)
     elif hasattr(module, KERNEL):
-        activation.wrap(module, KERNEL, decode_kernel)
+        activation.wrap(module, KERNEL, decode_kernel, InternalError)
     else:
         raise NothingToServe(f"SGLang could not import {KERNEL} from aiter")
+
+
+def bind_build(runner: Any, full_attn_backend: Any) -> tuple[Any, Any]:
+    return runner, full_attn_backend
 
 
 def build(registry: Any, known: Facts, wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
@@ -393,7 +405,7 @@ def build(registry: Any, known: Facts, wrapped: Any, instance: Any, args: tuple,
     """
     if not settings.boolean(settings.PA):
         return wrapped(*args, **kwargs)
-    runner, full = inspect.signature(wrapped).bind(*args, **kwargs).args[:2]
+    runner, full = bind_build(*args, **kwargs)
     left = leave_alone(registry, runner, full, known)
     if left is not None:
         reason, details = left
@@ -558,7 +570,7 @@ CAPABILITY = Capability(
     ),
     kernels=(KERNEL,),
     needs=(
-        Needs(REGISTRY, "attn_backend_wrapper", ("runner", "full_attn_backend")),
+        Needs(REGISTRY, "attn_backend_wrapper", leading=("runner", "full_attn_backend")),
         Needs(REGISTRY, "create_aiter_backend", ("runner",)),
         Needs(
             LINEAR,

@@ -17,7 +17,6 @@ from . import __version__, counting, installed, settings
 from .capability import APPLY, UNSUPPORTED, Capability, NothingToServe, Verdict
 from .counting import count, log_once, log_when_set_up
 
-
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 #: (wrapped, instance or None, args, kwargs) -> result

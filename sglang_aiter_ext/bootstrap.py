@@ -62,7 +62,7 @@ def _sglang_is_imported() -> None:
         activation.publish()
 
 
-_broken: list = []
+_broken: list[Exception] = []
 
 
 def _activation():

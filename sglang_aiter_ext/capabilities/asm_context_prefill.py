@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import activation, installed
+from ..activation import Args, Kwargs
 from ..bootstrap import ATTENTION
 from ..capability import APPLY, UPSTREAM, Capability, Needs, NothingToServe, Unsupported, Verdict
 from ..counting import count, log_once, logged
@@ -228,7 +229,7 @@ def plan_for(backend: Any, batch: Any, q_rows: int) -> Plan:
     return plan
 
 
-def check_call(layer: Any, plan: Plan, args: tuple, kwargs: dict) -> Decline | None:
+def check_call(layer: Any, plan: Plan, args: Args, kwargs: Kwargs) -> Decline | None:
     """Why the arguments of the paged call do not fit the plan, or the ASM kernel."""
     import torch
 
@@ -290,9 +291,9 @@ def install(module: ModuleType, release: Release) -> None:
     has_first_chunk = bool(asm_calls(release)[False])
     out_of_memory = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
     unwrapped = activation.without_wrappers(module.is_gfx95_supported)
-    ones: dict = {}
+    ones: dict[Any, Any] = {}
 
-    def forward_extend(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+    def forward_extend(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         try:
             q, k, layer, batch, sinks = bind_extend(*args, **kwargs)
         except TypeError:
@@ -320,14 +321,15 @@ def install(module: ModuleType, release: Release) -> None:
 
     def gfx950() -> bool:
         # Outside of a served call the wrappers around SGLang's check only cost time.
-        return unwrapped() if module.is_gfx95_supported is wrapped_check else module.is_gfx95_supported()
+        check = unwrapped if module.is_gfx95_supported is wrapped_check else module.is_gfx95_supported
+        return bool(check())
 
     def decide(backend: Any, q: Any, layer: Any, batch: Any, sinks: Any) -> Decline | None:
         if not gfx950():
             return "not_gfx950", "the GPU is not gfx950"
         return check_layer(backend, q, layer, batch, sinks)
 
-    def paged_kernel(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+    def paged_kernel(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         backend, q, layer, plan = _scope.value or (None,) * 4
         if plan is None:
             return wrapped(*args, **kwargs)
@@ -346,7 +348,7 @@ def install(module: ModuleType, release: Release) -> None:
         report(decline, backend, layer, plan.batch())
         return wrapped(*args, **kwargs)
 
-    def attend(q: Any, layer: Any, plan: Plan, args: tuple, kwargs: dict) -> Any:
+    def attend(q: Any, layer: Any, plan: Plan, args: Args, kwargs: Kwargs) -> Any:
         _, k_cache, v_cache, cu_seqlens_q, kv_indptr, _, max_seqlen_q, max_seqlen_k = args
         row = (-1, layer.tp_k_head_num, HEAD_DIM)
         one = unit(q.device)
@@ -369,7 +371,7 @@ def install(module: ModuleType, release: Release) -> None:
             ones[device] = torch.ones(1, dtype=torch.float32, device=device)
         return ones[device]
 
-    def is_gfx95_supported(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+    def is_gfx95_supported(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         # Inside a call that the router serves, the release's own first-chunk branch stays out.
         return False if _scope.value is not None else wrapped(*args, **kwargs)
 

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import activation, installed, settings
+from ..activation import Args, Kwargs
 from ..bootstrap import ATTENTION
 from ..capability import APPLY, UPSTREAM, Capability, Needs, NothingToServe, Unsupported, Verdict
 from ..counting import count, log_once
@@ -138,7 +139,7 @@ def layer_problem(layer: Any, unified: bool) -> str | None:
     return None
 
 
-def full_layers(runner: Any, config: Any) -> list | None:
+def full_layers(runner: Any, config: Any) -> list[Any] | None:
     """The model's full-attention `RadixAttention` layers; None where they cannot be seen."""
     model = getattr(runner, "model", None)
     if model is None or not hasattr(model, "modules"):
@@ -262,10 +263,10 @@ def check_aiter(known: Facts) -> None:
 def attention_tp_size() -> int:
     runtime = sys.modules.get("sglang.srt.runtime_context")
     if runtime is not None:
-        return runtime.get_parallel().attn_tp_size
+        return int(runtime.get_parallel().attn_tp_size)
     from sglang.srt.layers.dp_attention import get_attention_tp_size
 
-    return get_attention_tp_size()
+    return int(get_attention_tp_size())
 
 
 def workspace_bytes(runner: Any) -> int:
@@ -274,7 +275,7 @@ def workspace_bytes(runner: Any) -> int:
         return 0
     config = runner.model_config
     rows = runner.req_to_token_pool.size * (config.num_attention_heads // attention_tp_size())
-    return rows * -(-config.context_len // PARTITION) * (config.head_dim * 4 + 8)
+    return int(rows * -(-config.context_len // PARTITION) * (config.head_dim * 4 + 8))
 
 
 def check_memory(runner: Any) -> None:
@@ -360,7 +361,7 @@ def router_class() -> type:
         def __get__(self, router: Any, owner: type) -> Any:
             return getattr(AttentionBackend if router is None else router.prefill_backend, self.name)
 
-    class AiterDecodeRouter(HybridAttnBackend):
+    class AiterDecodeRouter(HybridAttnBackend):  # type: ignore[misc]
         def _select_backend(self, forward_mode: Any) -> Any:
             return self.decode_backend if forward_mode.is_decode_or_idle() else self.prefill_backend
 
@@ -397,7 +398,7 @@ def bind_build(runner: Any, full_attn_backend: Any) -> tuple[Any, Any]:
     return runner, full_attn_backend
 
 
-def build(registry: Any, known: Facts, wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+def build(registry: Any, known: Facts, wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Around `attn_backend_wrapper(runner, full_attn_backend)`.
 
     Raises SettingError for a SGLANG_USE_AITER_PA that cannot be read, DecodeError where it
@@ -474,7 +475,7 @@ def serve(decode: Any, runner: Any, layers_seen: bool, routed: bool = True) -> N
 _scope = activation.Scope()
 
 
-def forward_decode(known: Facts, wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+def forward_decode(known: Facts, wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Around `HybridLinearAttnBackend.forward_decode`; linear layers pass through untouched."""
     full = instance.full_attn_backend
     decode = full.__dict__.get("decode_backend", full)
@@ -506,13 +507,13 @@ def unified(decode: Any) -> bool:
     return getattr(decode, "use_triton_unified_attention", False)
 
 
-def filtered(known: Facts, decode: Any, kwargs: dict) -> dict:
+def filtered(known: Facts, decode: Any, kwargs: Kwargs) -> Kwargs:
     """`kwargs` without what the decode backend does not take.
 
     Raises DecodeError for an argument that would change the result.
     """
     takes = inspect.signature(decode.forward_decode).parameters
-    result = {}
+    result: Kwargs = {}
     for name, value in kwargs.items():
         # The backend takes sinks, and its ragged kernel ignores them.
         ignored = name not in takes or (name == "sinks" and not unified(decode))
@@ -527,7 +528,7 @@ def filtered(known: Facts, decode: Any, kwargs: dict) -> dict:
     return result
 
 
-def scaled(known: Facts, layer: Any, args: tuple, kwargs: dict) -> dict:
+def scaled(known: Facts, layer: Any, args: Args, kwargs: Kwargs) -> Kwargs:
     """All arguments by name, with K and V divided by the layer's scales, as the cache's other rows were."""
     bound = dict(zip(known.parameters, args), **kwargs)
     if bound.get("save_kv_cache", True):
@@ -537,7 +538,7 @@ def scaled(known: Facts, layer: Any, args: tuple, kwargs: dict) -> dict:
     return bound
 
 
-def decode_kernel(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+def decode_kernel(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """At the one call of the kernel: the layer's own scaling and scales instead of the backend's constants."""
     if _scope.value is None:
         return wrapped(*args, **kwargs)

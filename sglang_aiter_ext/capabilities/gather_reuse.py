@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import activation
+from ..activation import Args, Kwargs
 from ..bootstrap import ATTENTION
 from ..capability import APPLY, NOT_APPLICABLE, UPSTREAM, Capability, Needs, Unsupported, Verdict
 from ..counting import count
@@ -41,7 +42,7 @@ def probe(release: Release) -> Verdict:
 _scope = activation.Scope()
 
 
-def forward_extend(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def forward_extend(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     try:
         _, _, _, batch, _ = bind_extend(*args, **kwargs)
     except TypeError:
@@ -49,7 +50,7 @@ def forward_extend(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: d
     return _scope.call((instance.forward_metadata, batch), wrapped, args, kwargs)
 
 
-def gather_indices(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def gather_indices(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Around the release's builder, which gets (kv_indptr, kv_indices, seq_lens, num_kv_slots, forward_mode)."""
     if _scope.value is None or len(args) < 4 or kwargs:
         return wrapped(*args, **kwargs)

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import activation
+from ..activation import Args, Kwargs
 from ..bootstrap import ATTENTION
 from ..capability import APPLY, NOT_APPLICABLE, UPSTREAM, Capability, Needs, Unsupported, Verdict
 from ..counting import count, log_once
@@ -45,7 +46,7 @@ def probe(release: Release) -> Verdict:
 _scope = activation.Scope()
 
 
-def forward_extend(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def forward_extend(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     try:
         _, _, layer, _, _ = bind_extend(*args, **kwargs)
     except TypeError:
@@ -60,7 +61,7 @@ def forward_extend(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: d
     return _scope.call(True, wrapped, args, kwargs)
 
 
-def is_gfx95_supported(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def is_gfx95_supported(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return False if _scope.value else wrapped(*args, **kwargs)
 
 

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import activation
+from ..activation import Args, Kwargs
 from ..bootstrap import ATTENTION
 from ..capability import APPLY, UPSTREAM, Capability, Needs, Unsupported, Verdict
 from ..counting import count
@@ -31,7 +32,7 @@ def probe(release: Release) -> Verdict:
     )
 
 
-def wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def wrapper(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Around `AiterAttnBackend.__init__`; shows it layer 0 of a pool that has none."""
     runner = args[0] if args else kwargs.get("model_runner")
     pool: Any = getattr(runner, "token_to_kv_pool", None)

@@ -1,13 +1,23 @@
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: demo test test-quick test-nightly mutation test-gpu bench environment clean
+.PHONY: demo lint test test-quick test-nightly mutation test-gpu bench environment clean
 demo:
 	$(PYTHON) tests/environment.py 0.5.18
 	$(RUN) tests/demo.py
 
+lint:
+	$(PYTHON) tests/environment.py --quick
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+# Also counts which branches of the package ran, in all processes.
 test: environment
-	$(RUN) -m pytest -n 2 --dist loadgroup tests
+	rm -rf build/coverage && mkdir -p build/coverage
+	$(RUN) -m coverage run --rcfile=setup.cfg -m pytest -n 2 --dist loadgroup tests
+	$(RUN) -m coverage combine --rcfile=setup.cfg -q
+	$(RUN) -m coverage report --rcfile=setup.cfg --fail-under=95
 
 test-quick:
 	$(PYTHON) tests/environment.py --quick

@@ -101,7 +101,9 @@ def test_pip_installs_it_into_a_clean_environment_with_wrapt_and_nothing_else(wh
     (site,) = (tmp_path / "clean" / "lib").glob("python*/site-packages")
     path = subprocess.run(["sglang-aiter-ext", "path"], env=env, capture_output=True, text=True).stdout.strip()
     assert path == str(site / "sglang_aiter_ext" / "preload")
-    shell = 'export PYTHONPATH=$(sglang-aiter-ext path):$PYTHONPATH; python -m sglang_aiter_ext doctor; echo "status $?"'
+    shell = (
+        'export PYTHONPATH=$(sglang-aiter-ext path):$PYTHONPATH; python -m sglang_aiter_ext doctor; echo "status $?"'
+    )
     done = subprocess.run(["sh", "-c", shell], env=env, capture_output=True, text=True, cwd="/")
     assert "PYTHONPATH yes" in done.stdout and done.stdout.endswith("status 2\n"), done.stdout + done.stderr
     assert not (site / "sitecustomize").exists() and not (site / "sitecustomize.py").exists()

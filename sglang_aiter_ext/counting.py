@@ -30,7 +30,7 @@ def count(capability: str, outcome: str, reason: str = "") -> None:
         with _lock:
             _counts[key] = _counts.get(key, 0) + 1
     except Exception as error:
-        log_once(capability, "counter", "calls are not counted: %s: %s", type(error).__name__, error)
+        log_once("sglang_aiter_ext", "counter", "calls are not counted: %s: %s", type(error).__name__, error)
 
 
 def say(level: int, message: str, *args: object) -> None:

@@ -116,36 +116,6 @@ def test_the_asm_switch_and_the_disable_list_turn_single_capabilities_off():
         assert out["built"] == "AiterDecodeRouter"
 
 
-def test_a_master_switch_that_cannot_be_read_counts_as_off_and_says_so_once():
-    out = states(PA, ("SGLANG_AITER_EXT", "banana"))
-    assert not any(out["wrapped"].values())
-    assert out["built"] == "TritonAttnBackend"
-    assert out["logs"] == [
-        ["ERROR", "SGLANG_AITER_EXT='banana' is not accepted: use 1/true/yes/on or 0/false/no/off, in any case"]
-    ]
-
-
-def test_a_decode_switch_that_cannot_be_read_is_logged_and_raised_when_the_backend_is_built():
-    out = states(("SGLANG_USE_AITER_PA", "2"))
-    message = "SGLANG_USE_AITER_PA='2' is not accepted: use 1/true/yes/on or 0/false/no/off, in any case"
-    assert [line for level, line in out["logs"] if level == "ERROR"] == [message]
-    assert out["build_error"] == f"SettingError: {message}"
-
-
-def test_other_values_that_cannot_be_read_are_logged_and_leave_their_capability_off():
-    out = states(("SGLANG_AITER_ASM_CONTEXT_PREFILL", "perhaps"))
-    assert [
-        "ERROR",
-        "SGLANG_AITER_ASM_CONTEXT_PREFILL='perhaps' is not accepted: use 1/true/yes/on or 0/false/no/off, in any case",
-    ] in out["logs"]
-    assert out["wrapped"]["forward_extend"] == 1
-    out = states(("SGLANG_AITER_EXT_DISABLE", "v_head_dim,asm"))
-    (line,) = [line for level, line in out["logs"] if level == "ERROR"]
-    assert line.startswith(
-        "SGLANG_AITER_EXT_DISABLE='v_head_dim,asm' is not accepted: asm is not a capability; use any of decode_pa, "
-    )
-
-
 def test_every_variable_that_cannot_be_read_is_named():
     out = states(
         ("SGLANG_AITER_EXT_STRICT", "perhaps"),
@@ -170,11 +140,6 @@ def test_status_knows_the_master_switch(monkeypatch):
     activation._states.clear()
 
 
-def test_strict_raises_what_is_otherwise_logged():
-    out = states(("SGLANG_AITER_EXT_STRICT", "1"), ("SGLANG_AITER_ASM_CONTEXT_PREFILL", "perhaps"))
-    assert out["import_error"].startswith("SettingError: SGLANG_AITER_ASM_CONTEXT_PREFILL='perhaps'")
-
-
 @pytest.mark.parametrize("release", RELEASES)
 def test_late_activation_rebinds_aliases_and_wraps_once(release):
     out = launch(release, "building:late", extension=False, env=(PA,)).result
@@ -182,7 +147,3 @@ def test_late_activation_rebinds_aliases_and_wraps_once(release):
         "original": True, "layers": 1, "alias": True, "built": "AiterDecodeRouter", "kernels": ["paged_attention_ragged"],
         "supported": 1 if release == "0.5.18" else 0, "reloaded": True,
     }  # fmt: skip
-
-
-def test_a_spawned_process_activates_itself():
-    assert launch("0.5.18", "building:spawned", env=(PA,)).result == {"before": [], "wrapped": True}

@@ -184,23 +184,6 @@ def late() -> dict:
     }  # fmt: skip
 
 
-def spawned() -> dict:
-    """A process that multiprocessing spawned, as SGLang starts its scheduler."""
-    import multiprocessing
-
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(_in_spawned)
-
-
-def _in_spawned() -> dict:
-    out = {"before": sorted(n for n in sys.modules if n.startswith("wrapt"))}
-    import sglang.srt.layers.attention.attention_registry as registry
-
-    out["wrapped"] = hasattr(registry.attn_backend_wrapper, "__wrapped__")
-    return out
-
-
 def plugin() -> dict:
     """SGLang's own plugin loader, before its attention code is imported."""
     from sglang.srt.plugins import load_plugins

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import fcntl
 import functools
-import importlib.util
 import json
 import logging
 import os
@@ -76,17 +75,14 @@ class Metrics:
     """Counters for SGLang's /metrics, in prometheus_client's multiprocess mode. Raises ImportError without it."""
 
     def __init__(self) -> None:
-        if importlib.util.find_spec("prometheus_client") is None:
-            raise ImportError("there is no prometheus_client")
-        self.counter: Any = None
+        # Chooses its mode at its first import: PROMETHEUS_MULTIPROC_DIR is set by now.
+        from prometheus_client import Counter
+
+        self.counter = Counter("sglang_aiter_ext_calls", HELP, ["capability", "outcome", "reason"])
         self.sent: dict[tuple[str, str, str], int] = {}
 
     def publish(self) -> None:
         for key, number in counting.totals().items():
-            if self.counter is None:
-                from prometheus_client import Counter
-
-                self.counter = Counter("sglang_aiter_ext_calls", HELP, ["capability", "outcome", "reason"])
             self.counter.labels(*key).inc(number - self.sent.get(key, 0))
             self.sent[key] = number
 
@@ -111,7 +107,7 @@ def begin() -> None:
     if on and settings.STATE.name not in errors and (folder := settings.state_folder()):
         wanted.append((f"{settings.STATE.name}={folder}", functools.partial(StateFile, folder)))
     if on and "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-        wanted.append(("counters on /metrics", Metrics))
+        wanted.append(("sglang_aiter_ext counters on /metrics", Metrics))
     sinks: list[Sink] = []
     for what, make in wanted:
         try:

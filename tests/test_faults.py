@@ -257,6 +257,13 @@ def read_only(setup: Setup) -> None:
     setup.env |= {"PYTHONPYCACHEPREFIX": "", "PYTHONDONTWRITEBYTECODE": ""}
 
 
+def unwritable_states(setup: Setup) -> None:
+    without_dac(setup)
+    folder = setup.tmp / "states"
+    folder.mkdir(mode=0o555)
+    setup.env["SGLANG_AITER_EXT_STATE_DIR"] = str(folder)
+
+
 def twice(setup: Setup) -> None:
     setup.ours = [ROOT, ROOT]
 
@@ -554,7 +561,7 @@ ROWS = [
     Row("wrapt broken on import", beside("wrapt", "raise RuntimeError('broken')"), "as without it",
         "decode_pa could not be applied to *: RuntimeError: broken", APPLIED.format("decode_pa")),
     Row("an empty module called wrapt", beside("wrapt", ""), "as without it",
-        "decode_pa could not be applied to *: ImportError: cannot import name 'FunctionWrapper' from 'wrapt'*", APPLIED.format("decode_pa")),
+        "decode_pa could not be applied to *: ImportError: cannot import name 'wrap_object' from 'wrapt'*", APPLIED.format("decode_pa")),
     Row("wrapt 1.16.0", package("wrapt", "1.16.0"), "exact", strict=WORKS),
     Row("wrapt 2.0.1", package("wrapt", "2.0.1"), "exact", strict=WORKS),
     Row("no fault at all, wrapt 2.5.2", nothing, "exact", strict=WORKS),
@@ -629,6 +636,14 @@ ROWS = [
     unaccepted("SGLANG_AITER_ASM_CONTEXT_PREFILL", "perhaps", "prefill as without it, decode exact"),
     unaccepted("SGLANG_AITER_EXT_STRICT", "maybe", "exact", "- this is the variable itself: what cannot be read is off"),
     unaccepted("SGLANG_AITER_EXT_DISABLE", "decode,head_ratio", "exact", accepted="decode is not a capability; use any of decode_pa, *"),
+    unaccepted("SGLANG_AITER_EXT_STATE_DIR", "states", "exact", accepted="use an absolute path"),
+    # where others can see it
+    Row("a state folder that cannot be made", variable("SGLANG_AITER_EXT_STATE_DIR", "/proc/states"), "exact",
+        "SGLANG_AITER_EXT_STATE_DIR=/proc/states cannot be served: [Errno 2] No such file or directory: *", "CouldNotApply: SGLANG_AITER_EXT_STATE_DIR=*"),
+    Row("a state folder without write permission", unwritable_states, "exact",
+        "SGLANG_AITER_EXT_STATE_DIR=* cannot be served: [Errno 13] Permission denied: *", "CouldNotApply: SGLANG_AITER_EXT_STATE_DIR=*"),
+    Row("prometheus_client missing, with SGLang's metrics on", both(variable("PROMETHEUS_MULTIPROC_DIR", "/tmp"), beside("prometheus_client", "raise ImportError('none here')")), "exact",
+        "sglang_aiter_ext counters on /metrics cannot be served: none here", "CouldNotApply: sglang_aiter_ext counters on /metrics*"),
     # one call
     Row("no memory for the gather", inside("out of memory"), "prefill as without it, decode exact", "asm_context_prefill: the paged kernel serves it (out_of_memory): *2.00 GiB", ONE_CALL),
     Row("the ASM kernel raises", inside("the ASM kernel raises"), "prefill as without it, decode exact", "asm_context_prefill: the paged kernel serves it (kernel_error): RuntimeError: HIP error: *", ONE_CALL),

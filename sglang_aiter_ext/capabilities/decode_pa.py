@@ -270,13 +270,29 @@ def workspace_bytes(runner: Any) -> int:
     return rows * -(-config.context_len // PARTITION) * (config.head_dim * 4 + 8)
 
 
+def graph_bytes(runner: Any) -> int:
+    """Bytes that `init_cuda_graph_state` takes for the largest batch: an index and a mask for each token of context."""
+    args = runner.server_args
+    config = getattr(args, "cuda_graph_config", None)
+    runtime = sys.modules.get("sglang.srt.runtime_context")
+    if config is None and hasattr(runtime, "get_exec"):
+        config = runtime.get_exec().graph.cuda_graph_config  # type: ignore[union-attr]
+    if config is not None:
+        sizes = config.decode.bs if config.decode.backend != "disabled" else None
+    else:
+        sizes = None if args.disable_cuda_graph else getattr(args, "cuda_graph_bs", None)
+    requests = min(max(sizes or (0,)), runner.req_to_token_pool.size)
+    return requests * runner.model_config.context_len * (4 + (getattr(args, "speculative_num_draft_tokens", None) or 1))
+
+
 def check_memory(runner: Any) -> None:
     """Raises DecodeError where the decode workspace does not fit into the memory that is free."""
     import torch
 
     if not str(runner.device).startswith("cuda"):
         return
-    needed = workspace_bytes(runner)
+    workspace, graphs = workspace_bytes(runner), graph_bytes(runner)
+    needed = workspace + graphs
     free = torch.cuda.mem_get_info()[0]
     if needed > free:
         torch.cuda.empty_cache()
@@ -284,9 +300,10 @@ def check_memory(runner: Any) -> None:
     if needed > free:
         config = runner.model_config
         raise DecodeError(
-            f"{settings.PA.name}=1 needs a decode workspace of {needed / 2**30:.2f} GiB ({needed} bytes) for"
-            f" {runner.req_to_token_pool.size} requests of up to {config.context_len} tokens, and {free / 2**30:.2f} GiB"
-            f" are free: lower --max-running-requests, --context-length or --mem-fraction-static, or {OFF}"
+            f"{settings.PA.name}=1 needs a decode workspace of {workspace / 2**30:.2f} GiB ({workspace} bytes) for"
+            f" {runner.req_to_token_pool.size} requests of up to {config.context_len} tokens and {graphs / 2**30:.2f} GiB"
+            f" of graph buffers, and {free / 2**30:.2f} GiB are free: lower --max-running-requests, --context-length or"
+            f" --mem-fraction-static, or {OFF}"
         )
 
 

@@ -395,6 +395,28 @@ def build(registry: Any, known: Facts, wrapped: Any, instance: Any, args: tuple,
     Raises SettingError for a SGLANG_USE_AITER_PA that cannot be read, DecodeError where it
     cannot be served.
     """
+    try:
+        return routed(registry, known, wrapped, args, kwargs)
+    except (settings.SettingError, DecodeError) as error:
+        log_without_traceback(error)
+        raise
+
+
+def log_without_traceback(error: Exception) -> None:
+    """SGLang's scheduler logs a traceback of what stops it; of a refusal it logs the message alone."""
+    message = str(error)
+
+    def shorten(record: logging.LogRecord) -> bool:
+        before, traceback, text = record.getMessage().partition("Traceback (most recent call last):")
+        if traceback and text.rstrip().endswith(message):
+            record.msg, record.args = before + message, ()
+        return True
+
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(shorten)
+
+
+def routed(registry: Any, known: Facts, wrapped: Any, args: tuple, kwargs: dict) -> Any:
     if not settings.boolean(settings.PA):
         return wrapped(*args, **kwargs)
     runner, full = inspect.signature(wrapped).bind(*args, **kwargs).args[:2]

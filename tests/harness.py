@@ -1,4 +1,4 @@
-"""SGLang's own hybrid attention stack on a CPU (or any device), driven batch by batch.
+"""SGLang's own hybrid attention stack on a CPU or a GPU, driven batch by batch.
 
 Everything here is the installed release's: `ServerArgs`, `ModelConfig`, pools, `ForwardBatch`,
 `RadixAttention`, and the backends as `ModelRunner` builds them. Only the model around the
@@ -20,11 +20,31 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 warnings.simplefilter("ignore")
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
-import stand_ins  # noqa: E402, F401
+import stand_ins  # noqa: E402
 import torch  # noqa: E402
 
-if os.environ.get("TRITON_INTERPRET") == "1":
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+#: Compiled kernels need a GPU, and interpreted ones a CPU.
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+if INTERPRETED:
     stand_ins.mend_triton_interpreter()
+if DEVICE == "cuda":
+    # FlashInfer looks for what is really there, and uses it.
+    names, stand_ins.NAMES = stand_ins.NAMES, ()
+    with contextlib.suppress(ImportError):
+        import flashinfer  # noqa: F401
+        import sgl_kernel  # noqa: F401
+    stand_ins.NAMES = names
+    _register_fake = torch.library.register_fake
+
+    def _register_fake_of_what_is_there(op, func=None, /, **options):
+        """Older releases describe operators to PyTorch that the kernels of this machine no longer have."""
+        namespace, _, name = str(op).partition("::")
+        if namespace == "sgl_kernel" and not hasattr(torch.ops.sgl_kernel, name):
+            return func or (lambda function: function)
+        return _register_fake(op, func, **options)
+
+    torch.library.register_fake = _register_fake_of_what_is_there
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -93,15 +113,15 @@ class Stack:
     def __init__(
         self, *, backend="aiter", prefill_backend=None, decode_backend=None, page_size=16, fp8=True, q_heads=8,
         kv_heads=1, head_dim=256, layers=4, full_interval=4, k_scale=None, v_scale=None, scaling=None,
-        max_requests=8, context_len=512, device="cpu", seed=0, build=True, dtype=torch.bfloat16,
-        before_build=None, linear=False, kv_dtype=None, **server_args,
+        max_requests=8, context_len=512, device=DEVICE, seed=0, build=True, dtype=torch.bfloat16,
+        before_build=None, linear=False, kv_dtype=None, kv_slots=None, graphs=False, **server_args,
     ):  # fmt: skip
         from sglang.srt.configs.model_config import ModelConfig
         from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
         from sglang.srt.model_executor.model_runner import ModelRunner
-        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
         from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
         self.generator = torch.Generator().manual_seed(seed)
         self.device, self.page_size, self.head_dim = device, page_size, head_dim
@@ -110,9 +130,9 @@ class Stack:
         folder = _config(q_heads, kv_heads, head_dim, layers, full_interval, context_len)
         names = inspect.signature(ServerArgs).parameters
         wanted = dict(
-            model_path=folder, device="cpu", attention_backend=backend, prefill_attention_backend=prefill_backend,
+            model_path=folder, device=device, attention_backend=backend, prefill_attention_backend=prefill_backend,
             decode_attention_backend=decode_backend, page_size=page_size, skip_tokenizer_init=True,
-            disable_radix_cache=True, max_running_requests=max_requests, disable_cuda_graph=True,
+            disable_radix_cache=True, max_running_requests=max_requests, disable_cuda_graph=not graphs,
             chunked_prefill_size=-1, context_length=context_len, mem_fraction_static=0.5,
             kv_cache_dtype="fp8_e4m3" if fp8 else "auto", **server_args,
         )  # fmt: skip
@@ -147,7 +167,7 @@ class Stack:
                 enable_overlap_schedule=False,
             )  # fmt: skip
         )
-        slots = (max_requests * context_len // page_size + max_requests) * page_size
+        slots = kv_slots or (max_requests * context_len // page_size + max_requests) * page_size
         self.token_to_kv_pool = HybridLinearKVPool(
             **_accepted(
                 HybridLinearKVPool.__init__,
@@ -197,6 +217,7 @@ class Stack:
                 need_sort=False,
             ),  # fmt: skip
         )
+        getattr(runner, "init_kv_index_translator", lambda: None)()
         scaling = head_dim**-0.5 if scaling is None else scaling
         model = torch.nn.Module()
         model.layers = torch.nn.ModuleList()
@@ -219,7 +240,8 @@ class Stack:
         """A Gated DeltaNet layer with random weights, as Qwen3-Next calls it."""
         from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 
-        stand_ins.mend_linear_attention()
+        if self.device == "cpu":
+            stand_ins.mend_linear_attention()
         rows = self.req_to_token_pool.req_index_to_mamba_index_mapping
         rows.copy_(torch.arange(len(rows)) % (self.max_requests + 1))
         key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
@@ -228,8 +250,8 @@ class Stack:
         return RadixLinearAttention(
             layer_id=layer_id, num_q_heads=key_heads, num_k_heads=key_heads, num_v_heads=value_heads,
             head_q_dim=key_dim, head_k_dim=key_dim, head_v_dim=value_dim, conv_weights=self._random(width, 4),
-            bias=None, activation="silu", dt_bias=torch.ones(value_heads, dtype=self.dtype),
-            A_log=torch.empty(value_heads).uniform_(1, 16, generator=self.generator).log(),
+            bias=None, activation="silu", dt_bias=torch.ones(value_heads, dtype=self.dtype, device=self.device),
+            A_log=torch.empty(value_heads).uniform_(1, 16, generator=self.generator).log().to(self.device),
         )  # fmt: skip
 
     def _poison(self) -> None:
@@ -274,8 +296,6 @@ class Stack:
         return torch.randn(*shape, generator=self.generator).to(self.device, self.dtype)
 
     def _forward_batch(self, requests, lengths, mode):
-        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
         before = [self.seq_lens[request] for request in requests]
         slots = [self._grow(request, tokens) for request, tokens in zip(requests, lengths)]
         after = [self.seq_lens[request] for request in requests]
@@ -286,8 +306,7 @@ class Stack:
             req_pool_indices=torch.tensor(requests, dtype=torch.int64, device=device),
             seq_lens=torch.tensor(after, dtype=torch.int64, device=device), seq_lens_sum=sum(after),
             seq_lens_cpu=torch.tensor(after, dtype=torch.int64), out_cache_loc=torch.cat(slots),
-            positions=positions.to(device), req_to_token_pool=self.req_to_token_pool,
-            token_to_kv_pool=self.token_to_kv_pool, attn_backend=self.backend,
+            positions=positions.to(device),
         )  # fmt: skip
         if not mode.is_decode():
             starts = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -296,6 +315,14 @@ class Stack:
                 extend_prefix_lens=torch.tensor(before, **ints), extend_start_loc=torch.tensor(starts, **ints),
                 extend_prefix_lens_cpu=list(before), extend_seq_lens_cpu=list(lengths),
             )  # fmt: skip
+        return self.make_batch(**fields)
+
+    def make_batch(self, **fields):
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+        fields.update(
+            req_to_token_pool=self.req_to_token_pool, token_to_kv_pool=self.token_to_kv_pool, attn_backend=self.backend
+        )
         names = {field.name for field in dataclasses.fields(ForwardBatch)}
         return ForwardBatch(**{name: value for name, value in fields.items() if name in names})
 
@@ -303,13 +330,15 @@ class Stack:
     def forward_context(self, batch):
         """What `ModelRunner.forward` does around a model's forward."""
         self.backend.init_forward_metadata(batch)
+        with self.backend_context():
+            yield
+
+    def backend_context(self):
         try:
             from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
         except ImportError:
-            yield
-        else:
-            with forward_context(ForwardContext(attn_backend=self.backend)):
-                yield
+            return contextlib.nullcontext()
+        return forward_context(ForwardContext(attn_backend=self.backend))
 
     def grow(self, lengths: dict[int, int]) -> None:
         """More tokens of each request straight into the pool, without attention."""
@@ -356,7 +385,7 @@ class Stack:
         return self.run(lengths, **kwargs)
 
     def decode(self, requests, **kwargs):
-        return self.run({request: 1 for request in requests}, "DECODE", **kwargs)
+        return self.run(dict.fromkeys(requests, 1), "DECODE", **kwargs)
 
     def pool_bytes(self) -> bytes:
         pool = self.token_to_kv_pool.full_kv_pool

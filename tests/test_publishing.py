@@ -179,9 +179,7 @@ def test_a_relative_folder_is_not_accepted(tmp_path):
 def test_without_prometheus_client_the_rest_works(tmp_path):
     blocked = tmp_path / "blocked"
     (blocked / "sitecustomize").mkdir(parents=True)
-    (blocked / "sitecustomize" / "__init__.py").write_text(
-        "import sys\nsys.modules['prometheus_client'] = None\n"
-    )
+    (blocked / "sitecustomize" / "__init__.py").write_text("import sys\nsys.modules['prometheus_client'] = None\n")
     folder = tmp_path / "states"
     done = start(folder, "attention", path=[blocked], PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
     assert done.stderr.startswith("sglang_aiter_ext counters on /metrics cannot be served: ")

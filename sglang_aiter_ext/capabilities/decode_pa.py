@@ -278,13 +278,30 @@ def workspace_bytes(runner: Any) -> int:
     return int(rows * -(-config.context_len // PARTITION) * (config.head_dim * 4 + 8))
 
 
+def graph_bytes(runner: Any) -> int:
+    """Bytes that `init_cuda_graph_state` takes for the largest batch: an index and a mask for each token of context."""
+    args = runner.server_args
+    config = getattr(args, "cuda_graph_config", None)
+    runtime = sys.modules.get("sglang.srt.runtime_context")
+    if config is None and hasattr(runtime, "get_exec"):
+        config = runtime.get_exec().graph.cuda_graph_config  # type: ignore[union-attr]
+    if config is not None:
+        sizes = config.decode.bs if config.decode.backend != "disabled" else None
+    else:
+        sizes = None if args.disable_cuda_graph else getattr(args, "cuda_graph_bs", None)
+    requests = min(max(sizes or (0,)), runner.req_to_token_pool.size)
+    a_token: int = 4 + (getattr(args, "speculative_num_draft_tokens", None) or 1)
+    return int(requests * runner.model_config.context_len * a_token)
+
+
 def check_memory(runner: Any) -> None:
     """Raises DecodeError where the decode workspace does not fit into the memory that is free."""
     import torch
 
     if not str(runner.device).startswith("cuda"):
         return
-    needed = workspace_bytes(runner)
+    workspace, graphs = workspace_bytes(runner), graph_bytes(runner)
+    needed = workspace + graphs
     free = torch.cuda.mem_get_info()[0]
     if needed > free:
         torch.cuda.empty_cache()
@@ -292,9 +309,10 @@ def check_memory(runner: Any) -> None:
     if needed > free:
         config = runner.model_config
         raise DecodeError(
-            f"{settings.PA.name}=1 needs a decode workspace of {needed / 2**30:.2f} GiB ({needed} bytes) for"
-            f" {runner.req_to_token_pool.size} requests of up to {config.context_len} tokens, and {free / 2**30:.2f} GiB"
-            f" are free: lower --max-running-requests, --context-length or --mem-fraction-static, or {OFF}"
+            f"{settings.PA.name}=1 needs a decode workspace of {workspace / 2**30:.2f} GiB ({workspace} bytes) for"
+            f" {runner.req_to_token_pool.size} requests of up to {config.context_len} tokens and {graphs / 2**30:.2f} GiB"
+            f" of graph buffers, and {free / 2**30:.2f} GiB are free: lower --max-running-requests, --context-length or"
+            f" --mem-fraction-static, or {OFF}"
         )
 
 
@@ -404,6 +422,28 @@ def build(registry: Any, known: Facts, wrapped: Any, instance: Any, args: Args, 
     Raises SettingError for a SGLANG_USE_AITER_PA that cannot be read, DecodeError where it
     cannot be served.
     """
+    try:
+        return routed(registry, known, wrapped, args, kwargs)
+    except (settings.SettingError, DecodeError) as error:
+        log_without_traceback(error)
+        raise
+
+
+def log_without_traceback(error: Exception) -> None:
+    """SGLang's scheduler logs a traceback of what stops it; of a refusal it logs the message alone."""
+    message = str(error)
+
+    def shorten(record: logging.LogRecord) -> bool:
+        before, traceback, text = record.getMessage().partition("Traceback (most recent call last):")
+        if traceback and text.rstrip().endswith(message):
+            record.msg, record.args = before + message, ()
+        return True
+
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(shorten)
+
+
+def routed(registry: Any, known: Facts, wrapped: Any, args: Args, kwargs: Kwargs) -> Any:
     if not settings.boolean(settings.PA):
         return wrapped(*args, **kwargs)
     runner, full = bind_build(*args, **kwargs)

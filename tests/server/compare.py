@@ -12,8 +12,8 @@ import sys
 ROUNDING = 0.05
 
 
-def main():
-    without, with_us = (json.load(open(path)) for path in sys.argv[1:3])
+def compare(without, with_us):
+    """(requests with the same tokens, requests that part by rounding, [(request, position, distance)] of the others)."""
     same, near, wrong = 0, 0, []
     for number, (a, b) in enumerate(zip(without, with_us, strict=True)):
         first = next((i for i, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=True)) if x != y), None)
@@ -24,6 +24,12 @@ def main():
         near += best - second < ROUNDING
         if best - second >= ROUNDING:
             wrong.append((number, first, best - second))
+    return same, near, wrong
+
+
+def main():
+    without, with_us = (json.load(open(path)) for path in sys.argv[1:3])
+    same, near, wrong = compare(without, with_us)
     print(
         f"{same} of {len(without)} requests have the same tokens, {near} part where two tokens are {ROUNDING} apart or less, {len(wrong)} differ: {wrong}"
     )

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Send 32 prompts of token ids to an SGLang server, 16 at a time, and write its greedy tokens as JSON.
+"""Send 32 prompts of token ids to an SGLang server and write its greedy tokens as JSON.
 
-    prompts.py URL FILE [--new 12]
+    prompts.py URL FILE [--new 12] [--at-once 16]
 
 Lengths lie between 20 and 900 tokens; every third prompt starts with the first 300 tokens of
 the one before it, so that prefixes come from the radix cache.
@@ -42,8 +42,9 @@ def main():
     parser.add_argument("url")
     parser.add_argument("file")
     parser.add_argument("--new", type=int, default=12)
+    parser.add_argument("--at-once", type=int, default=16)
     options = parser.parse_args()
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+    with concurrent.futures.ThreadPoolExecutor(options.at_once) as pool:
         answers = list(pool.map(lambda ids: generate(options.url, ids, options.new), prompts()))
     with open(options.file, "w") as file:
         json.dump(answers, file)

@@ -3,12 +3,14 @@
 # ask it prompts.py's questions, stop it. Needs one NVIDIA GPU and an SGLang that runs there.
 #
 # PYTHON  the interpreter (default python3); its PYTHONPATH decides whether the extension is active
-# WORK    keeps the model and compiled kernels; WORK/server.log is the server's log
+# AT_ONCE how many prompts are under way at a time (default 16)
+# NAME    WORK/NAME.log is the server's log (default server)
+# WORK    keeps the model and compiled kernels; several servers can share it, once the model is there
 set -euo pipefail
 work=$1 tokens=$2
 shift 2
 here=$(cd "$(dirname "$0")" && pwd)
-py=${PYTHON:-python3} port=${PORT:-31999} log=$work/server.log
+py=${PYTHON:-python3} port=${PORT:-31999} log=$work/${NAME:-server}.log
 mkdir -p "$work"
 [ -e "$work/model/model.safetensors" ] || PYTHONPATH= "$py" "$here/tiny_model.py" "$work/model"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
@@ -35,8 +37,10 @@ for _ in $(seq "${WAIT:-420}"); do
     kill -0 "$pid" 2>/dev/null || { echo "the server ended; the end of its log:"; tail -n 40 "$log"; exit 1; }
     if "$py" -S -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=25)' "http://127.0.0.1:$port/health" 2>/dev/null; then
         echo "[$SECONDS s] server ready"
-        "$py" "$here/prompts.py" "http://127.0.0.1:$port" "$tokens"
+        "$py" "$here/prompts.py" "http://127.0.0.1:$port" "$tokens" --at-once "${AT_ONCE:-16}"
         echo "[$SECONDS s] asked"
+        states=${SGLANG_AITER_EXT_STATE_DIR:-}
+        [ -z "$states" ] || [ ! -d "$states" ] || cp -r "$states" "$states.asked"
         exit 0
     fi
     sleep 1

@@ -80,7 +80,7 @@ def _activation():
         if not _broken:
             _broken.append(error)
             try:
-                logging.getLogger(__package__).error("%s", message)
+                logging.getLogger("sglang.aiter_ext").error("%s", message)
             except Exception:
                 # A handler of the host program's.
                 pass

@@ -7,7 +7,8 @@ import contextlib
 import logging
 import threading
 
-logger = logging.getLogger("sglang_aiter_ext")
+#: A child of SGLang's, so that a logging configuration for `sglang` holds for it.
+logger = logging.getLogger("sglang.aiter_ext")
 
 _counts: dict[tuple[str, str, str], int] = {}
 _logged: set[tuple[str, str]] = set()
@@ -53,15 +54,19 @@ def logged(capability: str, reason: str) -> bool:
 
 def log_when_set_up(level: int, message: str) -> None:
     """Log a line of import time. SGLang sets its logging up after its imports: the line waits for that."""
-    if logger.hasHandlers():
-        say(level, "%s", message)
-    else:
-        _held.append((level, message))
+    _held.append((level, message))
+    if set_up():
+        release()
 
 
 def holding() -> bool:
     """Whether lines wait."""
     return bool(_held)
+
+
+def set_up() -> bool:
+    """Whether the lines that wait would be logged; a handler alone may be the host program's own."""
+    return logger.hasHandlers() and all(logger.isEnabledFor(level) for level, _ in _held)
 
 
 def release() -> None:

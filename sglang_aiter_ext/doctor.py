@@ -18,6 +18,7 @@ from .capabilities import CAPABILITIES
 from .capability import APPLY, UNSUPPORTED
 
 OK, PROBLEM, NO_SGLANG = 0, 1, 2
+PLUGIN = "sglang_aiter_ext:activate"
 
 
 def examine(sglang_path: str | None = None) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def examine(sglang_path: str | None = None) -> dict[str, Any]:
         "sglang": None if release is None else {"version": release.version, "path": str(release.root)},
         "aiter": aiter(),
         "wrapt": importlib.util.find_spec("wrapt") is not None,
-        "activation": activation(),
+        "activation": activation(release),
         "capabilities": capabilities,
     }
 
@@ -102,7 +103,15 @@ def _kernels(package: pathlib.Path) -> dict[str, Any]:
     return {"usable": not problems, "reason": reason, "kernels": kernels}
 
 
-def activation() -> dict[str, Any]:
+def _plugin(release: installed.Release | None) -> bool:
+    """Whether SGLang's plugin loader would activate the extension."""
+    found = [p for p in importlib.metadata.entry_points(group="sglang.srt.plugins") if p.value == PLUGIN]
+    allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
+    has_loader = release is not None and release.source("srt.plugins") is not None
+    return has_loader and any(not allowed or p.name in allowed for p in found)
+
+
+def activation(release: installed.Release | None) -> dict[str, Any]:
     """Which routes would activate the extension in a process started like this one."""
     from .__main__ import path_entry
 
@@ -117,9 +126,7 @@ def activation() -> dict[str, Any]:
         "errors": [str(error) for error in errors.values()],
         "pythonpath": first == ours,
         "hidden_by": first if present and first != ours else None,
-        "plugin": any(
-            e.value == "sglang_aiter_ext:activate" for e in importlib.metadata.entry_points(group="sglang.srt.plugins")
-        ),
+        "plugin": _plugin(release),
         "this_process": bootstrap.waiting(),
     }
 
@@ -152,8 +159,8 @@ def text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def running(folder: str) -> list[dict[str, Any]]:
-    """What each process that keeps a file in `folder` says of itself. Raises FileNotFoundError without the folder."""
+def running(folder: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """See `publishing.read`. Raises FileNotFoundError, with a hint, where the folder cannot be read."""
     from . import publishing
 
     try:
@@ -163,31 +170,37 @@ def running(folder: str) -> list[dict[str, Any]]:
         raise FileNotFoundError(f"--running {folder}: {error.strerror}; {hint}") from None
 
 
+def troubled(capability: dict[str, Any]) -> bool:
+    """Whether a capability of a running process failed, or is wanted and cannot be had."""
+    return capability["state"] == "failed" or bool(capability["enabled"] and capability["verdict"] == UNSUPPORTED)
+
+
 def running_status(processes: list[dict[str, Any]]) -> int:
-    """1 where no process lives, or one that does has a capability that failed; else 0."""
+    """1 where no process lives, or one that does has a capability that failed or is unsupported; else 0."""
     alive = [process for process in processes if process["alive"]]
-    failed = any(c["state"] == "failed" for process in alive for c in process["capabilities"].values())
-    return PROBLEM if failed or not alive else OK
+    bad = any(troubled(capability) for process in alive for capability in process["capabilities"].values())
+    return PROBLEM if bad or not alive else OK
 
 
-def running_text(processes: list[dict[str, Any]], folder: str) -> str:
-    """The processes as a table for people."""
-    if not processes:
-        return f"no process keeps a file in {folder}: the extension is not active there, or nothing has imported SGLang"
-    rows = [("pid", "role", "process", "active", "pending", "failed", "counters")]
+def running_text(processes: list[dict[str, Any]], skipped: list[str], folder: str) -> str:
+    """The processes as a table for people, and lines for what needs a word."""
+    rows = [("pid", "host", "role", "process", "active", "pending", "failed", "counters")]
     notes = []
     for process in processes:
         by_state: dict[str, list[str]] = {}
         for name, capability in process["capabilities"].items():
             by_state.setdefault(capability["state"], []).append(name)
-            if capability["error"]:
-                notes.append(f"{process['pid']} {name}: {capability['error']}")
+            if troubled(capability):
+                why = capability["error"] or f"{capability['verdict']}: {capability['reason']}"
+                notes.append(f"{process['pid']} {name}: {why}")
         counts = [f"{name} {what} {n}" for name, counts in process["counters"].items() for what, n in counts.items()]
         if not process["alive"]:
             notes.append(f"{process['pid']} ended without removing {process['file']}")
         states = (", ".join(by_state.get(state, ())) or "-" for state in ("active", "pending", "failed"))
-        alive = "running" if process["alive"] else "stale"
-        rows.append((str(process["pid"]), process["role"], alive, *states, ", ".join(counts) or "-"))
+        who = (str(process["pid"]), process["host"], process["role"], "running" if process["alive"] else "stale")
+        rows.append((*who, *states, ", ".join(counts) or "-"))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, *([""] if notes else []), *notes])
+    if not processes:
+        lines = [f"no process keeps a file in {folder}: nothing has imported SGLang with the extension on its path"]
+    return "\n".join([*lines, *([""] if notes or skipped else []), *notes, *skipped])

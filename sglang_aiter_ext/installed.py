@@ -27,7 +27,9 @@ class Release:
         """For people to read: no verdict depends on it."""
         for name in ("_version.py", "version.py"):
             path = self.root / name
-            if path.is_file() and (found := re.search(r"version(?:: str)? = ['\"]([^'\"]+)", path.read_text())):
+            if path.is_file() and (
+                found := re.search(r"version(?:: str)? = ['\"]([^'\"]+)", path.read_text(errors="replace"))
+            ):
                 return found[1]
         return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import functools
 import json
@@ -34,6 +35,10 @@ HELP = (
 )
 
 
+#: Of what `status()` says of a capability.
+KEPT = ("state", "enabled", "verdict", "reason", "error")
+
+
 class Sink(Protocol):
     """Somewhere to publish to. What it raises is logged once, and ends it."""
 
@@ -51,24 +56,34 @@ class StateFile:
         prefix = f"{os.uname().nodename}-{os.getpid()}-"
         for old in pathlib.Path(folder).glob(prefix + "*.json"):
             # A process of the same number that was killed.
-            if not is_alive(old):
-                old.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                if not is_alive(old):
+                    old.unlink()
         self.descriptor, self.path = tempfile.mkstemp(".json", prefix, folder)
-        fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.fchmod(self.descriptor, 0o644)
-        self.publish()
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fchmod(self.descriptor, 0o644)
+            self.publish()
+        except Exception:
+            self.close()
+            raise
 
     def publish(self) -> None:
+        if os.fstat(self.descriptor).st_nlink == 0:
+            raise FileNotFoundError(f"{self.path} was removed")
         state = record(self.began)
         text = json.dumps(state)
         if text != self.last:
             data = json.dumps({**state, "written": time.time()}).encode()
-            os.pwrite(self.descriptor, data, 0)
+            if os.pwrite(self.descriptor, data, 0) < len(data):
+                raise OSError(errno.ENOSPC, "the state was written in part", self.path)
             os.ftruncate(self.descriptor, len(data))
             self.last = text
 
     def close(self) -> None:
-        os.unlink(self.path)
+        os.close(self.descriptor)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
 
 
 class Metrics:
@@ -106,7 +121,7 @@ def begin() -> None:
     wanted: list[tuple[str, Callable[[], Sink]]] = []
     if on and settings.STATE.name not in errors and (folder := settings.state_folder()):
         wanted.append((f"{settings.STATE.name}={folder}", functools.partial(StateFile, folder)))
-    if on and "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+    if on and os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
         wanted.append(("sglang_aiter_ext counters on /metrics", Metrics))
     sinks: list[Sink] = []
     for what, make in wanted:
@@ -128,13 +143,16 @@ def _run(sinks: list[Sink]) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while sinks or counting.holding():
         # A tick before: logging.basicConfig adds its handler first and sets the level after.
-        ready = counting.logger.hasHandlers() or time.monotonic() > deadline
+        ready = counting.set_up() or time.monotonic() > deadline
         time.sleep(SECONDS)
         for sink in list(sinks):
             try:
                 sink.publish()
             except Exception as error:
                 sinks.remove(sink)
+                with contextlib.suppress(Exception):
+                    # A file that no longer changes would be taken for the truth.
+                    sink.close()
                 what = type(sink).__name__
                 counting.log_once(what, "", "no longer kept: %s: %s", type(error).__name__, error)
         if ready:
@@ -169,9 +187,7 @@ def record(began: float) -> dict[str, Any]:
         "began": began,
         "extension": __version__,
         "sglang": release.version if release is not None else None,
-        "capabilities": {
-            row["name"]: {k: row[k] for k in ("state", "verdict", "error")} for row in activation.status()
-        },
+        "capabilities": {row["name"]: {key: row[key] for key in KEPT} for row in activation.status()},
         "counters": counting.snapshot(),
     }
 
@@ -197,16 +213,45 @@ def is_alive(path: pathlib.Path) -> bool:
         return False
 
 
-def read(folder: str) -> list[dict[str, Any]]:
-    """The state of every process that has a file in `folder`, each with `alive` and `file`; the oldest first.
+def read(folder: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The state of every process that has a file in `folder`, each with `alive` and `file`, the oldest first.
 
-    A file that is not one of ours, or is just being removed, is left out. Raises
-    FileNotFoundError or NotADirectoryError.
+    Then a line for each file that cannot be read or is not one of ours. Raises FileNotFoundError,
+    NotADirectoryError or PermissionError for the folder.
     """
-    found = []
-    for entry in os.scandir(folder):
-        if entry.name.endswith(".json"):
-            with contextlib.suppress(OSError, ValueError):
-                state = json.loads(pathlib.Path(entry.path).read_text())
-                found.append({**state, "alive": is_alive(pathlib.Path(entry.path)), "file": entry.path})
-    return sorted(found, key=lambda state: state["began"])
+    found, skipped = [], []
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if not entry.name.endswith(".json") or not entry.is_file():
+            continue
+        try:
+            text = pathlib.Path(entry.path).read_text()
+            found.append({**_parsed(text), "alive": is_alive(pathlib.Path(entry.path)), "file": entry.path})
+        except FileNotFoundError:
+            # Its process has just ended.
+            continue
+        except OSError as error:
+            skipped.append(f"{printable(entry.path)} cannot be read: {error.strerror}")
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+            skipped.append(f"{printable(entry.path)} is not a state file of this package's")
+    return sorted(found, key=lambda state: state["began"]), skipped
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """What `record` wrote, each value of its type and printable."""
+    # Between writing a shorter state and cutting the file there is a rest of the last one.
+    state = json.JSONDecoder().raw_decode(text)[0]
+    words = {key: printable(str(state[key])) for key in ("host", "role", "extension", "sglang")}
+    capabilities = {
+        printable(name): {key: c[key] if key == "enabled" or c[key] is None else printable(str(c[key])) for key in KEPT}
+        for name, c in state["capabilities"].items()
+    }
+    counters = {
+        printable(name): {printable(what): int(number) for what, number in counts.items()}
+        for name, counts in state["counters"].items()
+    }
+    numbers = {"pid": int(state["pid"]), "began": float(state["began"]), "written": float(state["written"])}
+    return {**numbers, **words, "capabilities": capabilities, "counters": counters}
+
+
+def printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

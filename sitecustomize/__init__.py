@@ -12,12 +12,38 @@ def _hand_over():
     if os.environ.get("SGLANG_AITER_EXT", "").strip().lower() in ("0", "false", "no", "off"):
         return
     try:
-        from sglang_aiter_ext import bootstrap
+        try:
+            from sglang_aiter_ext import bootstrap
+        except ModuleNotFoundError as error:
+            installed = os.path.basename(os.path.dirname(os.path.dirname(__file__))) == "preload"
+            if error.name != "sglang_aiter_ext" or not installed:
+                raise
+            _load_package()
+            from sglang_aiter_ext import bootstrap
 
         bootstrap.install()
     except Exception:
         # A broken installation of ours may not stop Python, and there is no log yet.
         pass
+
+
+def _load_package():
+    """For a Python that has nothing but our entry: the package around this folder, without its neighbours."""
+    import os
+    import sys
+    from _frozen_importlib import module_from_spec
+    from _frozen_importlib_external import spec_from_file_location
+
+    name, package = "sglang_aiter_ext", os.path.realpath(f"{os.path.dirname(__file__)}/../..")
+    path = f"{package}/__init__.py"
+    spec = spec_from_file_location(name, path, submodule_search_locations=[package])
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
 
 
 def _shadowed():

@@ -197,5 +197,13 @@ def test_run_says_what_it_cannot_start():
         [*run, "--", "/no/such"], env=child.clean_environment(), capture_output=True, text=True, cwd=ROOT
     )
     assert (done.returncode, done.stderr) == (127, "sglang-aiter-ext run: /no/such: No such file or directory\n")
+    done = subprocess.run([*run, "--", ""], env=child.clean_environment(), capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 127 and done.stderr.startswith("sglang-aiter-ext run: : ")
     done = subprocess.run(run, env=child.clean_environment(), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and "run needs a command" in done.stderr
+
+
+def test_run_hands_on_no_signal_that_python_ignores():
+    run = [sys.executable, "-m", "sglang_aiter_ext", "run", "--", "grep", "SigIgn", "/proc/self/status"]
+    done = subprocess.run(run, env=child.clean_environment(), capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split() == ["SigIgn:", "0" * 16]

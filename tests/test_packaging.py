@@ -1,5 +1,6 @@
 """The wheel: what is in it, and SGLang's plugin route with it installed."""
 
+import json
 import os
 import subprocess
 import sys
@@ -62,6 +63,30 @@ def test_an_installed_package_activates_by_its_own_path(site):
     assert done.stdout == "True\n", done.stderr
     plain = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd="/")
     assert plain.stdout == "False\n"
+
+
+def test_the_entry_alone_activates_a_python_that_has_not_the_package(site):
+    """As a program of another Python started by `run`; nothing else of that folder becomes importable."""
+    (site / "neighbour.py").write_text("")
+    env = child.clean_environment(PYTHONPATH=str(site / "sglang_aiter_ext" / "preload"))
+    code = (
+        "import sys, importlib.util as u; print([type(f).__name__ for f in sys.meta_path].count('TargetFinder'),"
+        " u.find_spec('neighbour'), sys.modules['sglang_aiter_ext'].__file__); import sglang_aiter_ext.activation"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd="/")
+    assert (done.stdout, done.stderr) == (f"1 None {site}/sglang_aiter_ext/__init__.py\n", "")
+
+
+@pytest.mark.parametrize(
+    "release, plugins, expected",
+    [("0.5.12.post1", "", True), ("0.5.12.post1", "a, sglang_aiter_ext", True), ("0.5.12.post1", "a", False), (None, "", False)],
+)  # fmt: skip
+def test_doctor_says_whether_sglang_would_load_the_plugin(site, release, plugins, expected):
+    path = [site, *([environment.place("sglang", release)] if release else [])]
+    env = child.clean_environment(PYTHONPATH=os.pathsep.join(map(str, path)), SGLANG_PLUGINS=plugins)
+    command = [sys.executable, "-m", "sglang_aiter_ext", "doctor", "--json"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd="/")
+    assert json.loads(done.stdout)["activation"]["plugin"] is expected
 
 
 @pytest.mark.slow

@@ -127,8 +127,51 @@ def test_running_says_what_is_wrong_with_the_folder(tmp_path):
     done = doctor(tmp_path / "none")
     assert done.returncode == 2
     assert "none: No such file or directory; use the folder that SGLANG_AITER_EXT_STATE_DIR names" in done.stderr
-    (tmp_path / "other.json").write_text("{not ours")
-    assert running(tmp_path) == []
+
+
+OURS = {
+    "pid": 1, "host": "a", "role": "r", "began": 1.0, "written": 1.0, "extension": "0", "sglang": "0", "counters": {},
+    "capabilities": {
+        "decode_pa": {"state": "off", "enabled": True, "verdict": "unsupported", "reason": "no X", "error": None}
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text", ["{not json", "[]", "3", "null", "{}", '{"pid": 3}', "[" * 100_000, "\0\0", '{"began": "x"}',
+             json.dumps({**OURS, "capabilities": None}), json.dumps({**OURS, "began": "soon"})],
+)  # fmt: skip
+def test_a_file_that_is_not_ours_is_named_and_hides_no_other(text, tmp_path):
+    (tmp_path / "other.json").write_text(text)
+    (tmp_path / "ours.json").write_text(json.dumps(OURS))
+    os.mkfifo(tmp_path / "pipe.json")
+    done = doctor(tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert f"{tmp_path}/other.json is not a state file of this package's" in done.stdout
+    assert re.search(r"^1 +a +r +stale", done.stdout, re.M) and "1 decode_pa: unsupported: no X" in done.stdout
+
+
+def test_what_a_file_says_is_printed_as_one_line_of_plain_letters(tmp_path):
+    text = json.dumps({**OURS, "role": "two\nlines \x1b[31m\ud800"})
+    # The rest of a longer state that was there before.
+    (tmp_path / "ours.json").write_text(text + '"}')
+    assert re.search(r"two\?lines \?\[31m\? +stale", doctor(tmp_path).stdout)
+
+
+def test_a_live_process_with_a_capability_it_cannot_have_is_status_1(tmp_path):
+    import fcntl
+
+    with open(tmp_path / "ours.json", "w") as file:
+        file.write(json.dumps(OURS))
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        done = doctor(tmp_path)
+        assert done.returncode == 1 and "running" in done.stdout
+        file.seek(0)
+        file.write(json.dumps({**OURS, "capabilities": {}}))
+        file.truncate()
+        file.flush()
+        assert doctor(tmp_path).returncode == 0
 
 
 START = """
@@ -156,6 +199,31 @@ def test_a_process_that_imports_sglang_shows_itself_and_one_that_does_not_leaves
     assert json.loads(start(tmp_path, SGLANG_AITER_EXT="0").stdout) == []
 
 
+def test_lines_of_import_time_follow_the_configuration_that_sglang_sets_up_later(tmp_path):
+    """A handler of the host program's own, before; then SGLang's basicConfig, or a file for its loggers."""
+    code = """
+        import logging, logging.config, sys, time, stand_ins
+        if sys.argv[1] == "handler":
+            logging.getLogger().addHandler(logging.StreamHandler())
+        import sglang.srt.layers.attention.attention_registry
+        if sys.argv[1] == "handler":
+            logging.basicConfig(format="[set up] %(message)s", level="INFO", force=True)
+        else:
+            handlers = {"h": {"class": "logging.StreamHandler", "formatter": "f"}}
+            loggers = {"sglang": {"level": "INFO", "handlers": ["h"]}}
+            formatters = {"f": {"format": "[set up] %(message)s"}}
+            logging.config.dictConfig({"version": 1, "formatters": formatters, "handlers": handlers, "loggers": loggers})
+        time.sleep(2.5)
+    """
+    for how in ("handler", "file"):
+        done = start(tmp_path, how, code=code, SGLANG_USE_AITER_PA="maybe")
+        lines = done.stderr.splitlines()
+        # The handler of before takes errors at once; the line at INFO waits for a level that lets it through.
+        stamp = "" if how == "handler" else "[set up] "
+        assert len(lines) == 2 and lines[0].startswith(f"{stamp}SGLANG_USE_AITER_PA='maybe' is not accepted"), lines
+        assert lines[1].startswith("[set up] sglang-aiter-ext "), lines
+
+
 def test_a_folder_that_takes_no_file_is_one_line_or_an_error_under_strict(tmp_path):
     taken = tmp_path / "taken"
     taken.write_text("")
@@ -168,6 +236,27 @@ def test_a_folder_that_takes_no_file_is_one_line_or_an_error_under_strict(tmp_pa
     assert done.stderr.splitlines()[-1].startswith(
         f"sglang_aiter_ext.activation.CouldNotApply: SGLANG_AITER_EXT_STATE_DIR={taken} cannot be served"
     )
+
+
+def test_a_disk_that_fills_up_or_a_folder_that_goes_is_said_and_leaves_no_file(tmp_path):
+    code = """
+        import logging, os, resource, shutil, sys, stand_ins, sglang.srt, time
+        logging.basicConfig(format="%(message)s")
+        from sglang_aiter_ext import counting, publishing
+        publishing.SECONDS = 0.1
+        folder = os.environ["SGLANG_AITER_EXT_STATE_DIR"]
+        if sys.argv[1] == "fills up":
+            counting._counts[("x" * 100_000, "y", "")] = 1
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        else:
+            shutil.rmtree(folder)
+        time.sleep(1.5)
+        print(os.listdir(folder) if os.path.isdir(folder) else None)
+    """
+    done = start(tmp_path / "a", "fills up", code=code)
+    assert re.fullmatch(r"StateFile: no longer kept: OSError: .*\n", done.stderr) and done.stdout == "[]\n"
+    done = start(tmp_path / "b", "goes", code=code)
+    assert re.fullmatch(r"StateFile: no longer kept: FileNotFoundError: .* was removed\n", done.stderr), done.stderr
 
 
 def test_a_relative_folder_is_not_accepted(tmp_path):
@@ -195,7 +284,7 @@ def test_a_forked_child_leaves_its_parents_file_alone(tmp_path):
             raise SystemExit
         os.wait()
         from sglang_aiter_ext import publishing
-        print([p["alive"] for p in publishing.read(folder)], len(os.listdir(folder)))
+        print([p["alive"] for p in publishing.read(folder)[0]], len(os.listdir(folder)))
     """
     done = start(tmp_path, code=code)
     assert (done.stdout, done.stderr) == ("[True] 1\n", "")

@@ -23,7 +23,9 @@ def check_active():
     else:
         active = waiting()
     if not active:
-        raise RuntimeError("sglang-aiter-ext is not active in this process: does runtime_env set PYTHONPATH?")
+        raise RuntimeError(
+            "sglang-aiter-ext is not active here: is PYTHONPATH in runtime_env, and SGLANG_AITER_EXT not off?"
+        )
 
 
 @ray.remote

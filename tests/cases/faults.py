@@ -137,8 +137,8 @@ class Raises(logging.Handler):
 
 
 def a_handler_that_raises() -> None:
-    logging.getLogger("sglang_aiter_ext").addHandler(Raises())
-    logging.getLogger("sglang_aiter_ext").setLevel(logging.DEBUG)
+    logging.getLogger("sglang.aiter_ext").addHandler(Raises())
+    logging.getLogger("sglang.aiter_ext").setLevel(logging.DEBUG)
 
 
 def out_of_memory() -> None:

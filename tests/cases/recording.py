@@ -50,7 +50,7 @@ class Logs(logging.Handler):
     def __init__(self):
         super().__init__()
         self.lines: list[list[str]] = []
-        logger = logging.getLogger("sglang_aiter_ext")
+        logger = logging.getLogger("sglang.aiter_ext")
         logger.addHandler(self)
         logger.setLevel(logging.DEBUG)
 

@@ -33,7 +33,8 @@ NEXTN = (
     "--speculative-algorithm", "NEXTN", "--speculative-num-steps", "2", "--speculative-eagle-topk", "1",
     "--speculative-num-draft-tokens", "3",
 )  # fmt: skip
-#: Drafts make expert choices flip where batches differ; and SGLang 0.5.16 fails with 16 drafting requests on Triton.
+#: The same batches in both runs, so the same tokens to the last; and SGLang 0.5.16 fails with 16 drafting requests
+#: on its Triton backend.
 ONE_BY_ONE = {"AT_ONCE": "1"}
 TP = ("--tp", "2", "--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion")
 #: Name -> (SGLang's arguments, options of servers.run).

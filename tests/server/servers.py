@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
-import socket
+import random
 import subprocess
 import sys
 
@@ -25,6 +26,8 @@ UNUSABLE = {
     "old": ("def gelu_and_mul(out, input): pass", "lacks paged_attention_ragged"),
     "namespace": ("", "is an empty namespace package, not AITER"),
 }
+#: Below those that Linux gives to connections; two for each server.
+PORTS = itertools.count(random.randrange(10000, 30000, 200), 2)
 #: On a CPU a server gets as far as its attention backend, which is where it must refuse.
 ON_CPU = (
     "--device", "cpu", "--load-format", "dummy", "--disable-cuda-graph", "--disable-radix-cache",
@@ -52,15 +55,14 @@ def run(work, name, *arguments, release, aiter="reference", extension=True, mode
     path += [str(environment.place("sglang", release)), str(HERE / "shims")]
     if aiter is not None:
         path.append(str(child.TESTS / "reference") if aiter == "reference" else str(aiter))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = next(PORTS)
     variables = child.clean_environment(
         PYTHONPATH=os.pathsep.join(path), PYTHON=sys.executable, NAME=name, PORT=str(port), **env
     )
     tokens = pathlib.Path(work, f"{name}.json")
     tokens.unlink(missing_ok=True)
-    command = [str(HERE / "serve.sh"), str(work), str(tokens), *map(str, arguments)]
+    # SGLang looks for a free port of its own, and servers that start together would find the same.
+    command = [str(HERE / "serve.sh"), str(work), str(tokens), "--nccl-port", str(port + 1), *map(str, arguments)]
     done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     answers = json.loads(tokens.read_text()) if tokens.exists() and done.returncode == 0 else None
     return Server(pathlib.Path(work, f"{name}.log").read_text(), answers, done.stdout)

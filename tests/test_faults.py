@@ -331,6 +331,7 @@ def shown(setup: Setup, text: str) -> str:
     """`text` without what differs from machine to machine."""
     for place in (setup.tmp, TESTS, ROOT, environment.place("sglang", setup.release), environment.CACHE):
         text = text.replace(str(place), "…")
+    text = re.sub(r"states/[\w.-]+\.json", "states/….json", text)
     return " ".join(text.split()).replace("|", "\\|")
 
 
@@ -540,6 +541,7 @@ WORKS = "- everything is applied"
 ONE_CALL = "- the fault is in one call, after everything was applied"
 SGLANGS = "- SGLang's own import fails, as it does without the extension"
 NO_PATH = "- Python was told to leave PYTHONPATH or site alone: nothing of ours runs"
+EARLIER = "- an error at the import of SGLang, before its targets"
 APPLIED = "CouldNotApply: {} could not be applied*"
 ACCEPTED = "use 1/true/yes/on or 0/false/no/off, in any case"
 
@@ -639,9 +641,9 @@ ROWS = [
     unaccepted("SGLANG_AITER_EXT_STATE_DIR", "states", "exact", accepted="use an absolute path"),
     # where others can see it
     Row("a state folder that cannot be made", variable("SGLANG_AITER_EXT_STATE_DIR", "/proc/states"), "exact",
-        "SGLANG_AITER_EXT_STATE_DIR=/proc/states cannot be served: [Errno 2] No such file or directory: *", "CouldNotApply: SGLANG_AITER_EXT_STATE_DIR=*"),
+        "SGLANG_AITER_EXT_STATE_DIR=/proc/states cannot be served: [Errno 2] No such file or directory: *", EARLIER),
     Row("a state folder without write permission", unwritable_states, "exact",
-        "SGLANG_AITER_EXT_STATE_DIR=* cannot be served: [Errno 13] Permission denied: *", "CouldNotApply: SGLANG_AITER_EXT_STATE_DIR=*"),
+        "SGLANG_AITER_EXT_STATE_DIR=* cannot be served: [Errno 13] Permission denied: *", EARLIER),
     Row("prometheus_client missing, with SGLang's metrics on", both(variable("PROMETHEUS_MULTIPROC_DIR", "/tmp"), beside("prometheus_client", "raise ImportError('none here')")), "exact",
         "sglang_aiter_ext counters on /metrics cannot be served: none here", "CouldNotApply: sglang_aiter_ext counters on /metrics*"),
     # one call

@@ -4,6 +4,7 @@
 #
 # PYTHON  the interpreter (default python3); its PYTHONPATH decides whether the extension is active
 # AT_ONCE how many prompts are under way at a time (default 16)
+# GRAPHS  the argument for graph sizes, which is another one before 0.5.16 (default --cuda-graph-max-bs-decode 16)
 # NAME    WORK/NAME.log is the server's log (default server)
 # WORK    keeps the model and compiled kernels; several servers can share it, once the model is there
 set -euo pipefail
@@ -24,7 +25,7 @@ setsid "$py" -m sglang.launch_server --model-path "$work/model" --skip-tokenizer
     --host 127.0.0.1 --port "$port" --attention-backend triton --sampling-backend pytorch \
     --grammar-backend none --page-size 16 --chunked-prefill-size 256 --context-length 2048 \
     --max-running-requests 16 --max-total-tokens 32768 --max-mamba-cache-size 96 \
-    --mem-fraction-static 0.3 --cuda-graph-max-bs-decode 16 --random-seed 1 "$@" >"$log" 2>&1 &
+    --mem-fraction-static 0.3 ${GRAPHS---cuda-graph-max-bs-decode 16} --random-seed 1 "$@" >"$log" 2>&1 &
 pid=$!
 disown "$pid"
 stop() {

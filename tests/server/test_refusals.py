@@ -12,7 +12,7 @@ CPU = {"SERVER_ON_CPU": "1", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
 def start(tmp_path, *arguments, **options):
-    return servers.run(tmp_path, "server", *servers.ON_CPU, *arguments, release=RELEASE, **{**CPU, **options})
+    return servers.run(tmp_path, "server", *servers.ON_CPU, *arguments, **{"release": RELEASE, **CPU, **options})
 
 
 @pytest.mark.parametrize("kind", ["absent", "namespace"])
@@ -50,3 +50,11 @@ def test_a_server_whose_layers_the_kernel_lacks_says_so_and_goes_on(tmp_path, la
     server = start(tmp_path, SGLANG_USE_AITER_PA="1", SERVER_LAYERS=layers)
     assert server.log.count("decode_pa: " + said) == 1
     assert "Uvicorn running on" in server.log
+
+
+def test_a_server_whose_release_would_cast_an_fp8_cache_whole_says_so(tmp_path):
+    server = start(tmp_path, "--kv-cache-dtype", "fp8_e4m3", release="0.5.11", SGLANG_USE_AITER_PA="1", GRAPHS="")
+    assert (
+        server.log.count("decode_pa: decode stays on its own backend (fp8_pool_cast): this release casts the whole")
+        == 1
+    )

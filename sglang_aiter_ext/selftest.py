@@ -84,7 +84,7 @@ class Bench:
         self.shapes, self.stand_in = shapes, stand_in
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         gpu: Any = torch.cuda.get_device_properties(0) if self.device.type == "cuda" else None
-        self.arch = getattr(gpu, "gcnArchName", "").partition(":")[0]
+        self.arch = gpu.gcnArchName.partition(":")[0] if gpu and torch.version.hip else ""
         self.name = f"{gpu.name} {self.arch}".strip() if gpu else "CPU"
         self.fp8 = torch.float8_e4m3fnuz if self.arch == "gfx942" else torch.float8_e4m3fn
         self.generator = torch.Generator(self.device).manual_seed(1)

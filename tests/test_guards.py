@@ -1,12 +1,14 @@
 """The decisions of asm_context_prefill one condition at a time, those too that no whole batch here can reach."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
-from sglang_aiter_ext.capabilities import asm_context_prefill as asm  # noqa: E402
-from sglang_aiter_ext.layers import is_vectorized_5d, unit_scales  # noqa: E402
+from sglang_aiter_ext.capabilities import asm_context_prefill as asm
+from sglang_aiter_ext.capability import NothingToServe
+from sglang_aiter_ext.layers import is_vectorized_5d, unit_scales
 
 FP8 = torch.float8_e4m3fn
 
@@ -196,7 +198,7 @@ def test_a_table_of_pages_is_expanded_whatever_its_padding(page):
 
 
 def test_each_condition_of_a_batch():
-    assert reason(plan([], [])) == "no_tokens"
+    assert reason(plan([], [])) == reason(plan([], [], rows=1)) == "no_tokens"
     assert reason(plan([4], [2], rows=0)) == "no_tokens"
     assert reason(plan([4, 0], [2, 0])) == "zero_length_request"
     assert reason(plan([4, 9], [2, 0])) == "zero_length_request"
@@ -257,3 +259,151 @@ def test_a_plan_is_made_once_for_its_batch_and_not_kept_for_another():
     assert asm.plan_for(of, other, 2) is not made
     metadata.kv_indices = table.clone()
     assert asm.plan_for(of, other, 2).table is metadata.kv_indices
+
+
+# ---- the wrappers ----
+
+SUPPORTED = "is_gfx95_supported"
+
+
+def kernel(q, k, v, q_descale, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+           causal=False, softmax_scale=None):  # fmt: skip
+    """As AITER's own; gives what it was called with."""
+    return SimpleNamespace(**locals())
+
+
+def paged(q, k, v, cu_seqlens_q, kv_indptr, kv_page_indices, max_seqlen_q, max_seqlen_k, *, causal, q_descale=None,
+          k_descale=None, v_descale=None):  # fmt: skip
+    return "paged"
+
+
+def aiter_module(monkeypatch, name, **attributes):
+    """SGLang's AITER backend module, with a forward_extend of the same steps; AITER has both kernels."""
+    from sglang_aiter_ext import counting
+
+    aiter = ModuleType("aiter")
+    aiter.__dict__.update({"__file__": "aiter", asm.KERNEL: kernel, asm.PAGED: paged})
+    monkeypatch.setitem(sys.modules, "aiter", aiter)
+    monkeypatch.setattr(counting, "_counts", {})
+    monkeypatch.setattr(counting, "_logged", set())
+    module = ModuleType(name)
+
+    class AiterAttnBackend(SimpleNamespace):
+        def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
+            self.asked = module.is_gfx95_supported()
+            prefix = forward_batch.extend_prefix_lens_cpu
+            if self.own_branch and self.asked and prefix is not None and not any(prefix):
+                return "own"
+            data, table = self.forward_metadata, getattr(self, "table", self.forward_metadata.kv_indices)
+            return module.mha_batch_prefill_func(
+                q, self.cache, self.cache, "cu_seqlens_q", data.kv_indptr, table, data.max_q_len, data.max_kv_len,
+                causal=True, q_descale=None, k_descale=layer.k_scale, v_descale=layer.v_scale,
+            )  # fmt: skip
+
+    own = {asm.PAGED: paged, SUPPORTED: lambda: True, "AiterAttnBackend": AiterAttnBackend}
+    module.__dict__.update({**own, **attributes})
+    return module
+
+
+def extend_call(module, own_branch, prefix=4, k="k", on=(), metadata=(), **of_layer):
+    """(what forward_extend of 2 tokens after `prefix` answers, the backend)."""
+    total = (prefix or 0) + 2
+    data = dict(
+        kv_indices=torch.arange(total, dtype=torch.int32),
+        kv_indptr=torch.tensor([0, total]).to(torch.int32),
+        max_q_len=2,
+        max_kv_len=total,
+    )
+    cache = torch.zeros(64, 2, 256, dtype=torch.uint8).view(FP8)
+    fields = {**vars(backend()), "cache": cache, "own_branch": own_branch, **dict(on)}
+    one = module.AiterAttnBackend(**fields, forward_metadata=SimpleNamespace(**{**data, **dict(metadata)}))
+    batch = Batch(forward_mode=EXTEND.forward_mode, extend_prefix_lens_cpu=None if prefix is None else [prefix],
+                  extend_seq_lens_cpu=[2], seq_lens_cpu=[total], batch_size=1)  # fmt: skip
+    return one.forward_extend(QUERIES[:2], k, "v", layer(scaling=0.5, **of_layer), batch), one
+
+
+@pytest.fixture(params=[True, False], ids=["own branch", "no own branch"])
+def served(request, monkeypatch):
+    """(module that is wrapped, whether the release has a branch for first chunks)."""
+    module = aiter_module(monkeypatch, "sglang.srt.layers.attention.aiter_backend")
+    supported = module.is_gfx95_supported
+    monkeypatch.setattr(asm, "asm_calls", lambda release: {False: ["call"] if request.param else []})
+    asm.install(module, None)
+    assert (module.is_gfx95_supported is supported) is not request.param
+    return module, request.param
+
+
+def counted():
+    from sglang_aiter_ext import counting
+
+    return counting.snapshot().get(asm.NAME)
+
+
+def test_a_batch_with_a_prefix_is_served(served):
+    module, own = served
+    found, one = extend_call(module, own)
+    assert found.cu_seqlens_k is one.forward_metadata.kv_indptr and found.k.shape == (6, 2, 256) and found.causal
+    assert found.k_descale is found.v_descale is found.q_descale and found.q_descale.item() == 1
+    assert extend_call(module, own)[0].q_descale is found.q_descale
+    assert one.asked is not own and counted() == {"asm": 2}
+
+
+def test_a_table_of_pages_and_scales_reach_the_kernel(served):
+    data = dict(kv_indices=torch.tensor([1, 0], dtype=torch.int32))
+    found, _ = extend_call(*served, 20, on={"page_size": 16}, metadata=data, k_scale=torch.tensor(0.5), v_scale=torch.tensor(2.0))  # fmt: skip
+    assert found.cu_seqlens_k.tolist() == [0, 22] and (found.k_descale.item(), found.v_descale.item()) == (0.5, 2.0)
+
+
+def test_a_first_chunk_is_the_releases_own_where_it_has_a_branch_that_is_right(served):
+    module, own = served
+    found, _ = extend_call(module, own, 0)
+    assert (found == "own", counted()) == ((True, {"release": 1}) if own else (False, {"asm": 1}))
+    for changed in (dict(k=None), dict(k_scale=torch.tensor(0.5))):
+        assert extend_call(module, own, 0, **changed)[0].k.shape == (2, 2, 256)
+    assert counted() == ({"release": 1, "asm": 2} if own else {"asm": 3})
+
+
+def test_what_is_declined_is_paged_and_a_first_chunk_stays_out_of_the_releases_branch(served):
+    module, own = served
+    found, one = extend_call(module, own, logit_cap=5.0)
+    assert found == "paged" and one.asked
+    found, one = extend_call(module, own, 0, k=None, logit_cap=5.0)
+    assert found == "paged" and one.asked is not own
+    assert extend_call(module, own, metadata=dict(max_q_len=3))[0] == "paged"
+    assert extend_call(module, own, None)[0] == "paged"
+    assert counted() == {"paged/soft_cap": 2, "paged/lengths_mismatch": 1, "paged/no_host_lengths": 1}
+
+
+@pytest.mark.parametrize("prefix", [0, 4])
+def test_another_gpu_is_paged_whenever_it_is_known(served, monkeypatch, prefix):
+    module, own = served
+    monkeypatch.setattr(module, SUPPORTED, lambda: False)
+    assert extend_call(module, own, prefix)[0] == "paged" and counted() == {"paged/not_gfx950": 1}
+
+
+def test_a_call_that_does_not_fit_keeps_its_batch_on_the_paged_kernel(served):
+    found, one = extend_call(*served, on={"table": torch.arange(6, dtype=torch.int32)})
+    assert found == "paged" and counted() == {"paged/table_mismatch": 1}
+    assert one.forward_metadata._sglang_aiter_ext_plan.decline[0] == "table_mismatch"
+
+
+def test_outside_of_forward_extend_everything_is_the_releases_own(served):
+    module, _ = served
+    assert module.mha_batch_prefill_func(*range(8), causal=True) == "paged"
+    assert module.is_gfx95_supported() is True and counted() is None
+
+
+def test_what_is_missing_is_said_before_anything_is_wrapped(monkeypatch):
+    name = "sglang.srt.layers.attention.aiter_backend"
+    monkeypatch.setattr(asm, "asm_calls", lambda release: {False: []})
+    for gone, error in ((asm.PAGED, NothingToServe), (SUPPORTED, AttributeError)):
+        module = aiter_module(monkeypatch, name)
+        delattr(module, gone)
+        before = dict(vars(module))
+        with pytest.raises(error, match=f"could not import {gone}|{name} has no {gone}"):
+            asm.install(module, None)
+        assert vars(module) == before
+    module = aiter_module(monkeypatch, name)
+    del sys.modules["aiter"].flash_attn_varlen_fp8_pertensor_func
+    with pytest.raises(LookupError, match="lacks flash_attn_varlen_fp8_pertensor_func"):
+        asm.install(module, None)

@@ -50,6 +50,7 @@ EQUIVALENT = {
     "gather_reuse.py operand dropped: source is not None": "release.function has raised where there is no such module",
     "decode_pa.py always: backend is not None": "release.function has raised where there is no such module",
     "decode_pa.py operand dropped: model is None": "None has no modules",
+    "decode_pa.py operand dropped: traceback": "the text after none is empty, and no refusal is",
     "asm_context_prefill.py never: module.is_gfx95_supported is wrapped_check": "the wrapped check answers the same, later",
 }
 

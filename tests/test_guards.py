@@ -107,7 +107,7 @@ def test_a_reason_is_logged_once_with_the_pools_size_and_counted_each_time(monke
 
     monkeypatch.setattr(counting, "_counts", {})
     monkeypatch.setattr(counting, "_logged", set())
-    caplog.set_level("INFO", logger="sglang_aiter_ext")
+    caplog.set_level("INFO", logger=counting.logger.name)
     asked = []
 
     def pool(size):

@@ -417,7 +417,7 @@ def build(of_runner, full, facts=None):
 
 @pytest.fixture
 def lines(caplog):
-    caplog.set_level("INFO", logger="sglang_aiter_ext")
+    caplog.set_level("INFO", logger=counting.logger.name)
     return lambda: [(record.levelname, record.getMessage()) for record in caplog.records]
 
 

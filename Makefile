@@ -28,7 +28,7 @@ test-quick:
 test-nightly: environment
 	HYPOTHESIS_PROFILE=nightly $(RUN) -m pytest -n 2 --dist loadgroup tests/test_properties.py
 
-# Which guards no test would miss; an hour on two cores.
+# Which guards no test would miss; ten minutes.
 mutation: environment
 	$(RUN) tests/mutation.py
 

@@ -2,9 +2,8 @@
 
 For every `if` test, conditional expression, comprehension filter, boolean operand and comparison in
 `capabilities/*.py` and `layers.py`: the condition made True, made False, or turned round. Works on a copy.
-The fast tests run in a fork of this process; where they all pass, the slow ones of the file do.
-With PART, only mutants whose name contains it; with --fast, no slow tests. Exits with 1 when an unexplained
-mutant survives.
+The tests of the file's guards run in a fork of this process, a second a mutant; none that starts a process does.
+With PART, only mutants whose name contains it. Exits with 1 when an unexplained mutant survives.
 """
 
 from __future__ import annotations
@@ -15,16 +14,14 @@ import os
 import pathlib
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 #: File -> tests on plain objects and on sources of a few lines.
-FAST = {
+TESTS = {
     "asm_context_prefill.py": ("test_guards_probes.py", "test_guards.py"),
     "decode_pa.py": ("test_guards_probes.py", "test_guards_decode.py"),
     "head_ratio.py": ("test_guards_probes.py", "test_guards_wrappers.py"),
@@ -32,17 +29,8 @@ FAST = {
     "v_head_dim.py": ("test_guards_probes.py", "test_guards_wrappers.py"),
     "layers.py": ("test_guards.py",),
 }
-OPTIONS = ("-q", "-x", "--tb=no", "-p", "no:cacheprovider")
+OPTIONS = ("-q", "-x", "--tb=no", "--assert=plain", "-p", "no:cacheprovider")
 SECONDS = 60
-#: File -> further tests, the quickest first.
-SLOW = {
-    "asm_context_prefill.py": ("test_verdicts.py", "test_prefill.py"),
-    "decode_pa.py": ("test_verdicts.py", "test_decode.py", "test_building.py"),
-    "head_ratio.py": ("test_verdicts.py", "test_releases.py -k ratio"),
-    "gather_reuse.py": ("test_verdicts.py", "test_releases.py -k indices"),
-    "v_head_dim.py": ("test_verdicts.py", "test_building.py -k v_head_dim"),
-    "layers.py": ("test_decode.py -k left_alone", "test_prefill.py -k guard"),
-}
 #: File and mutant -> why it changes nothing.
 EQUIVALENT = {
     "layers.py no filter: p is not None": "None has no kv_cache_layout",
@@ -97,34 +85,18 @@ def mutants(tree: ast.Module):
             yield change(parent, field, held.index(node) if isinstance(held, list) else None, inverted, "turned round")
 
 
-def in_fork(folder: pathlib.Path, arguments: list[str], seconds: int) -> bool:
-    """Whether the tests pass in a fork of this process, which has imported torch and pytest already."""
+def passes(folder: pathlib.Path, file: str) -> bool:
+    """Whether no test notices what was changed in the copy at `folder`; in a fork, where torch and pytest are."""
     child = os.fork()
     if child == 0:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1), os.dup2(null, 2)
-        signal.alarm(seconds)
+        signal.alarm(SECONDS)
         os.chdir(folder)
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         sys.path[:0] = [str(folder), str(folder / "tests")]
-        os._exit(pytest.main([*OPTIONS, "--assert=plain", *arguments]))
+        os._exit(pytest.main([*OPTIONS, *(f"tests/{name}" for name in TESTS[file])]))
     return os.waitpid(child, 0)[1] == 0
-
-
-def passes(folder: pathlib.Path, file: str, slow: bool) -> bool:
-    """Whether no test notices what was changed in the copy at `folder`."""
-    if not in_fork(folder, [str(folder / "tests" / name) for name in FAST[file]], SECONDS):
-        return False
-    for line in SLOW[file] if slow else ():
-        name, *options = line.split()
-        command = [sys.executable, "-m", "pytest", *OPTIONS, f"tests/{name}", *options]
-        try:
-            done = subprocess.run(command, cwd=folder, capture_output=True, timeout=600)
-        except subprocess.TimeoutExpired:
-            return False
-        if done.returncode:
-            return False
-    return True
 
 
 def main(parts: list[str]) -> int:
@@ -134,34 +106,27 @@ def main(parts: list[str]) -> int:
     import wrapt  # noqa: F401
 
     sys.dont_write_bytecode = True
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    slow = "--fast" not in parts
-    parts = [part for part in parts if part != "--fast"]
     survivors, total = [], 0
     folder = pathlib.Path(tempfile.mkdtemp(prefix="mutation-"))
-    for name in ("sglang_aiter_ext", "sitecustomize", "tests"):
+    for name in ("sglang_aiter_ext", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("README.md", "setup.cfg"):
-        shutil.copy(ROOT / name, folder / name)
-    for file in FAST:
-        if not passes(folder, file, slow):
+    shutil.copy(ROOT / "setup.cfg", folder)
+    for file in TESTS:
+        if not passes(folder, file):
             sys.exit(f"the tests of {file} fail without any mutant")
     package = ROOT / "sglang_aiter_ext"
     for path in (package / "layers.py", *sorted((package / "capabilities").glob("*.py"))):
         target = folder / path.relative_to(ROOT)
         for line, what, tree in mutants(ast.parse(path.read_text())):
             name = f"{path.name}:{line} {what}"
-            if path.name not in SLOW or (parts and not any(part in name for part in parts)):
+            if parts and not any(part in name for part in parts):
                 continue
             total += 1
             target.write_text(ast.unparse(tree))
-            began = time.monotonic()
-            if passes(folder, path.name, slow):
+            if passes(folder, path.name):
                 why = EQUIVALENT.get(f"{path.name} {what}")
                 survivors += [] if why else [name]
                 print(f"{'equivalent' if why else 'SURVIVES'} {name}" + (f" ({why})" if why else ""), flush=True)
-            elif time.monotonic() - began > SECONDS:
-                print(f"slow       {name}", flush=True)
         shutil.copy(path, target)
     shutil.rmtree(folder)
     print(f"{total} mutants, {len(survivors)} unexplained survivors")

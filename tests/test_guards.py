@@ -92,10 +92,19 @@ def test_scales_are_one_only_where_the_host_knows_it(name):
     assert unit_scales(layer(**{name + "_float": 0.5}))
 
 
-def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch):
-    class OnGPU(torch.Tensor):
-        is_cuda = True
+class OnGPU(torch.Tensor):
+    is_cuda = True
 
+
+def test_indices_reach_a_gpu_through_pinned_memory(monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    for table, number in ((torch.arange(2), 0), (torch.arange(2).as_subclass(OnGPU), 3)):
+        slots, ends = asm.expand_pages(table, [3], 2)
+        assert (slots.tolist(), ends.tolist(), len(pinned)) == ([0, 1, 2], [0, 3], number)
+
+
+def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch):
     table = torch.arange(6 + 256, dtype=torch.int32).as_subclass(OnGPU)
     for capturing in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
@@ -217,6 +226,10 @@ def test_each_condition_of_a_batch():
     assert reason(plan([4], [2], metadata={"custom_mask": torch.ones(1)})) == "custom_mask"
     assert reason(plan([4], [2], metadata={"kv_indptr": torch.tensor([0, 6])})) == "table_mismatch"
     assert reason(plan([4], [2], metadata={"kv_indptr": torch.tensor([0], dtype=torch.int32)})) == "table_mismatch"
+    # Lengths are numbers, however the batch holds them.
+    assert "prefix [4], extend [2] and sequence [6] lengths" in plan([4], [2], rows=1).decline[1]
+    column = torch.arange(6, dtype=torch.int32)[:, None]
+    assert reason(plan([4], [2], metadata={"kv_indices": column})) == "table_mismatch"
     # One token a request: tokens and pages are as many.
     assert reason(plan([0, 0], [1, 1])) == "table_ambiguous"
     assert reason(plan([0, 0], [1, 1], page=1)) is None
@@ -241,7 +254,7 @@ def test_each_condition_of_the_paged_call():
     assert check(5, made.table.clone()) == "table_mismatch"
     assert check(1, cache.view(torch.uint8)) == "pool_layout"
     assert check(2, cache.view(32, 2, 2, 256)) is None
-    assert check(2, cache[:, :1]) == "pool_layout"
+    assert check(2, cache[:, :1]) == check(2, cache.view(64, 1, 512)) == "pool_layout"
     assert check(1, torch.zeros(64, 4, 256, dtype=torch.uint8).view(FP8)[:, ::2]) == "pool_layout"
     assert check(k_descale=torch.ones(2)) == check(v_descale=torch.ones(2)) == "scale_shape"
     assert asm.check_call(layer(), made, tuple(arguments[:7]), {})[0] == "table_mismatch"
@@ -349,7 +362,7 @@ def test_a_batch_with_a_prefix_is_served(served):
 
 
 def test_a_table_of_pages_and_scales_reach_the_kernel(served):
-    data = dict(kv_indices=torch.tensor([1, 0], dtype=torch.int32))
+    data = dict(kv_indices=torch.tensor([1, 0], dtype=torch.int32), kv_indptr=torch.tensor([0, 2], dtype=torch.int32))
     found, _ = extend_call(*served, 20, on={"page_size": 16}, metadata=data, k_scale=torch.tensor(0.5), v_scale=torch.tensor(2.0))  # fmt: skip
     assert found.cu_seqlens_k.tolist() == [0, 22] and (found.k_descale.item(), found.v_descale.item()) == (0.5, 2.0)
 

@@ -2,7 +2,7 @@ PYTHON ?= python3
 JOBS ?= 8
 RUN = .venv/bin/python
 
-.PHONY: demo lint test test-quick test-nightly mutation test-gpu bench environment clean
+.PHONY: demo lint test coverage test-quick test-nightly mutation test-gpu bench environment clean
 demo:
 	$(PYTHON) tests/environment.py 0.5.18
 	$(RUN) tests/demo.py
@@ -13,8 +13,11 @@ lint:
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-# Also counts which branches of the package ran, in all processes.
 test: environment
+	$(RUN) -m pytest -n 2 --dist loadgroup tests
+
+# The same, and which branches of the package ran, counted in all processes.
+coverage: environment
 	rm -rf build/coverage && mkdir -p build/coverage
 	$(RUN) -m coverage run --rcfile=setup.cfg -m pytest -n 2 --dist loadgroup tests
 	$(RUN) -m coverage combine --rcfile=setup.cfg -q

@@ -155,8 +155,10 @@ def test_what_sglang_computes_beside_it_is_exact(name):
     assert not [line for line in done.stderr.splitlines() if "aiter" in line.lower()]
 
 
-def test_coverage_starts_in_each_process_and_so_do_we(tmp_path):
+def test_coverage_starts_in_each_process_and_so_do_we(tmp_path, monkeypatch):
     """Its .pth in site-packages runs before sitecustomize; COVERAGE_PROCESS_START turns it on."""
+    # Set where these tests are measured themselves.
+    monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
     (tmp_path / "coveragerc").write_text(f"[run]\nparallel = True\ndata_file = {tmp_path}/data\n")
     script = tmp_path / "show.py"
     script.write_text(SHOW.replace("{active}", "'coverage' in sys.modules"))

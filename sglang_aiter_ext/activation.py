@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -57,6 +58,14 @@ _served: weakref.WeakSet[ModuleType] = globals().get("_served", weakref.WeakSet(
 _reported: set[str] = set()
 
 
+def _forked() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 _states: dict[str, State] = {}
 
 
@@ -69,7 +78,7 @@ def evaluate(release: installed.Release | None) -> dict[str, State]:
     result = {}
     for capability in CAPABILITIES:
         switches = [s for s in (settings.MASTER, capability.switch) if s is not None]
-        unreadable = [str(errors[s.name]) for s in switches if s.name in errors]
+        unreadable = [str(errors[s.name]) for s in switches if s.name in errors and capability.name not in off]
         enabled = capability.name not in off and not unreadable and all(map(settings.boolean, switches))
         result[capability.name] = State(capability, capability.verdict(release), enabled, "; ".join(unreadable) or None)
     return result

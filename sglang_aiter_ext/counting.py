@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import os
 import threading
 
 #: A child of SGLang's, so that a logging configuration for `sglang` holds for it.
@@ -90,6 +91,11 @@ def totals() -> dict[tuple[str, str, str], int]:
         return dict(_counts)
 
 
-def forget_held() -> None:
-    """In a forked child: the lines that wait are its parent's."""
+def _forked() -> None:
+    """A thread of the parent's may have held the lock; the lines that wait are the parent's."""
+    global _lock
+    _lock = threading.Lock()
     _held.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -174,7 +174,6 @@ def _forked() -> None:
             os.close(sink.descriptor)
     if _sinks:
         _sinks.clear()
-    counting.forget_held()
 
 
 def record(began: float) -> dict[str, Any]:

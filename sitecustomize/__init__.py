@@ -10,7 +10,7 @@ def _hand_over():
     import os
 
     if os.environ.get("SGLANG_AITER_EXT", "").strip().lower() in ("0", "false", "no", "off"):
-        return
+        return False
     try:
         try:
             from sglang_aiter_ext import bootstrap
@@ -24,7 +24,8 @@ def _hand_over():
         bootstrap.install()
     except Exception:
         # A broken installation of ours may not stop Python, and there is no log yet.
-        pass
+        return False
+    return True
 
 
 def _load_package():
@@ -67,7 +68,7 @@ def _shadowed():
     return None
 
 
-def _run_shadowed():
+def _run_shadowed(active):
     import os
     import sys
 
@@ -86,10 +87,13 @@ def _run_shadowed():
             spec.loader.exec_module(module)
         finally:
             after = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-            if after != before and sorted(after) == sorted(before):
+            here = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+            ours = next((entry for entry in before if entry and os.path.realpath(entry) == here), None)
+            if active and ours in after and after.index(ours) > before.index(ours):
                 # OpenTelemetry's moves its entry to the front, where it would hide ours from the processes we start.
-                os.environ["PYTHONPATH"] = os.pathsep.join(before)
+                after.remove(ours)
+                after.insert(before.index(ours), ours)
+                os.environ["PYTHONPATH"] = os.pathsep.join(after)
 
 
-_hand_over()
-_run_shadowed()
+_run_shadowed(_hand_over())

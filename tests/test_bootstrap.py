@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import child
 import environment
@@ -35,6 +36,75 @@ def modules(**env):
 def test_start_up_prints_nothing_and_imports_three_modules_of_ours():
     bare = modules(PYTHONPATH="")
     assert modules() - bare == {"sitecustomize", "sglang_aiter_ext", "sglang_aiter_ext.bootstrap"}
+
+
+OPENED = """
+import sys
+opened = []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+import site
+site.main()
+shown = list(opened)
+import json
+print(json.dumps(shown))
+"""
+
+
+def test_start_up_opens_no_file_outside_the_package():
+    """`python -S`, then what `site` does: the files opened with the extension, less those opened without it."""
+    with_us, without = (json.loads(python("-S", code=OPENED, **env).stdout) for env in ({}, {"PYTHONPATH": ""}))
+    ours = [path for path in with_us if path not in without]
+    cached = str(environment.CACHE / "pycache")
+    assert ours and all(path.removeprefix(cached).startswith(f"{ROOT}/s") for path in ours), ours
+    assert len({path for path in ours if "sglang_aiter_ext" in path or "sitecustomize" in path}) == len(set(ours))
+
+
+@pytest.mark.slow
+def test_start_up_takes_less_than_a_third_longer_than_pythons_own():
+    """The quickest of many starts each, in turn: what else the machine does falls on both."""
+    best = {"": 1e9, str(ROOT): 1e9}
+    for _ in range(25):
+        for path in best:
+            began = time.perf_counter()
+            python(code="pass", PYTHONPATH=path)
+            best[path] = min(best[path], time.perf_counter() - began)
+    assert best[str(ROOT)] < 1.33 * best[""], best
+
+
+def test_a_sitecustomize_may_reorder_pythonpath_but_not_hide_ours(tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.mkdir()
+    body = """
+        import os
+        first, *rest = os.environ["PYTHONPATH"].split(os.pathsep)
+        os.environ["PYTHONPATH"] = os.pathsep.join([*reversed(rest), first])
+    """
+    other(b, "module", textwrap.dedent(body))
+    code = "import os; print(os.environ['PYTHONPATH'])"
+    kept = python(code=code, path=[a, b]).stdout.strip().split(os.pathsep)
+    assert kept == [str(ROOT), str(b), str(a)]
+    # Switched off, it is as if we were not there.
+    kept = python(code=code, path=[a, b], SGLANG_AITER_EXT="0").stdout.strip().split(os.pathsep)
+    assert kept == [str(b), str(a), str(ROOT)]
+
+
+def test_a_fork_while_another_thread_counts_can_count():
+    code = """
+        import os, threading
+        from sglang_aiter_ext import counting
+        held = threading.Event()
+        def hold():
+            with counting._lock:
+                held.set()
+                threading.Event().wait(20)
+        threading.Thread(target=hold, daemon=True).start()
+        held.wait()
+        if os.fork() == 0:
+            counting.count("a", "b")
+            os._exit(counting.totals()[("a", "b", "")])
+        os._exit(os.waitstatus_to_exitcode(os.wait()[1]) - 1)
+    """
+    assert python(code=code).returncode == 0
 
 
 def test_switched_off_nothing_of_ours_is_imported():

@@ -688,9 +688,10 @@ writes what it saw to `build/faults.md`, and a row that differs from its line he
 `make test`, `cp build/faults.md docs/faults.md` brings it up to date.
 
 Result: `exact` is float32 attention over the cached K/V, to half a unit of bf16 (K/V scales of 0.5 and 2, at which
-SGLang's own kernels are not exact). `as without it` is, bit for bit, what SGLang computes without the extension, or
+SGLang's own kernels are not exact; prefill over queries rounded to fp8, as the ASM kernel takes them). `as without it` is, bit for bit, what SGLang computes without the extension, or
 for rows that only import SGLang, that its functions are its own. `wrapped`: each function once. Stdout is
-untouched in every row; stderr holds the one line shown, or nothing of ours.
+untouched in every row; stderr holds the one line shown, or nothing of ours. Words in the last column that are no
+error say why none is expected; for rows that only start Python, strict mode was not run.
 
 | fault | result | stderr | with `SGLANG_AITER_EXT_STRICT=1` |
 | --- | --- | --- | --- |

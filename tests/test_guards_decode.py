@@ -13,7 +13,7 @@ from sglang_aiter_ext.capabilities import decode_pa as pa
 from sglang_aiter_ext.capability import NothingToServe
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
-SCALED = dict(k_scale=torch.ones(1) / 2, k_scale_float=0.5)
+SCALED = dict(k_scale=torch.ones(1) / 2, k_scale_float=0.5, v_scale=torch.ones(1), v_scale_float=1.0)
 
 
 class Thing:
@@ -125,6 +125,26 @@ def test_each_reason_to_leave_a_runner_alone(wanted):
     of_runner, of_known, full = LEFT[wanted]
     found, details = pa.leave_alone(REGISTRY, runner(**of_runner), full or Triton(), known(**of_known))
     assert found == wanted and details
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_a_scale_for_one_of_k_and_v_is_left_alone_whoever_writes(name):
+    """SGLang's Triton backend applies neither where K has none, and the kernel would be given the other."""
+    one = layer(**{name: torch.ones(1) * 2, f"{name}_float": 2.0})
+    assert reason(runner(model=model(one)), Scaling()) == "kv_scales"
+
+
+def test_a_backend_that_sglang_cannot_build_is_a_refusal_with_its_error(monkeypatch):
+    monkeypatch.setattr(pa, "check_aiter", lambda known: None)
+    monkeypatch.setattr(pa, "check_memory", lambda runner: None)
+
+    def fails(of):
+        raise MemoryError("HIP out of memory")
+
+    with pytest.raises(
+        pa.DecodeError, match="AITER backend cannot be built: MemoryError: HIP out of memory; start with"
+    ):
+        pa.build_decode_backend(SimpleNamespace(ATTENTION_BACKENDS={"aiter": fails}), runner(), known())
 
 
 SERVED = {
@@ -279,7 +299,9 @@ def config(backend, *sizes):
     [
         (dict(cuda_graph_config=config("full", 1, 4)), None, 4, 5),
         (dict(cuda_graph_config=config("disabled", 1, 4)), None, 0, 5),
-        (dict(cuda_graph_config=config("full", 4)), config("full", 2), 4, 5),
+        (dict(cuda_graph_config=config("full", 4)), config("full", 2), 2, 5),
+        (dict(cuda_graph_config={"decode": {"max_bs": 4}}), config("full", 2), 2, 5),
+        (dict(cuda_graph_config={"decode": {"max_bs": 4}}), None, 0, 5),
         (dict(disable_cuda_graph=True), config("full", 2), 2, 5),
         (dict(disable_cuda_graph=False, cuda_graph_bs=[1, 16]), None, 8, 5),
         (dict(disable_cuda_graph=True, cuda_graph_bs=[1, 16]), None, 0, 5),
@@ -518,9 +540,17 @@ def test_a_refusal_is_logged_without_its_traceback_and_other_errors_with_it(monk
         return record.getMessage()
 
     before, trace = "Scheduler hit an exception: ", "Traceback (most recent call last):\n  File x\n"
-    assert shown(f"{before}{trace}DecodeError: no 100% memory\n") == before + "no 100% memory"
-    for text in (f"{before}{trace}ValueError: else", "without one: no 100% memory"):
+    last = f"{pa.__name__}.DecodeError: no 100% memory"
+    assert shown(f"{before}{trace}{last}\n") == before + "no 100% memory"
+    for text in (
+        f"{before}{trace}ValueError: else", "without one: no 100% memory", f"{trace}Other: no 100% memory",
+        f"{trace}ValueError: a cause\n\nThe above exception was the direct cause of {trace}{last}",
+    ):  # fmt: skip
         assert shown(text) == text
+    pa.log_without_traceback(pa.DecodeError("once more"))
+    assert handler.filters == [pa._shorten]
+    # What cannot be formatted is logging's own to report.
+    assert handler.filter(logging.LogRecord("name", logging.ERROR, "path", 1, "bad %d", ("x",), None))
 
 
 def test_a_refusal_and_an_unreadable_variable_shorten_their_log_line(monkeypatch):

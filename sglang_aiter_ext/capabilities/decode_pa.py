@@ -10,12 +10,14 @@ models pass and the AITER backend does not take, and the layer's own scales.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import inspect
 import itertools
 import logging
 import math
+import operator
 import sys
 import weakref
 from collections.abc import Callable
@@ -154,7 +156,6 @@ def leave_alone(registry: Any, runner: Any, full: Any, known: Facts) -> tuple[st
     import torch
 
     config = hybrid_config(registry, runner)
-    args = runner.server_args
     if config is None:
         return "not_hybrid", "the model is not a hybrid linear-attention model"
     if getattr(runner, "is_draft_worker", False):
@@ -167,8 +168,8 @@ def leave_alone(registry: Any, runner: Any, full: Any, known: Facts) -> tuple[st
             return "prefill_side", "this is the prefill side; decode is routed on its own"
     if is_aiter(getattr(full, "decode_backend", full)):
         return "aiter_already", "the decode backend is AITER already"
-    speculative = getattr(args, "speculative_algorithm", None)
-    if speculative is not None and getattr(args, "speculative_attention_mode", "prefill") == "decode":
+    speculative = resolved(runner, "spec", "speculative_algorithm")
+    if speculative is not None and resolved(runner, "spec", "speculative_attention_mode") == "decode":
         return (
             "speculative_attention_mode",
             "--speculative-attention-mode decode would verify drafts on the decode backend",
@@ -193,6 +194,11 @@ def leave_alone(registry: Any, runner: Any, full: Any, known: Facts) -> tuple[st
         problem = layer_problem(layer, uses_unified(pool))
         if problem is not None:
             return "layer", f"layer {layer.layer_id} has {problem}, which the decode kernel lacks"
+        if fp8 and (layer.k_scale is None) != (layer.v_scale is None):
+            return (
+                "kv_scales",
+                f"layer {layer.layer_id} has a scale for one of K and V, which backends read differently",
+            )
         if fp8 and not unit_scales(layer) and not writes_scaled(getattr(full, "prefill_backend", full)):
             return (
                 "kv_scales",
@@ -278,19 +284,26 @@ def workspace_bytes(runner: Any) -> int:
     return int(rows * -(-config.context_len // PARTITION) * (config.head_dim * 4 + 8))
 
 
+def resolved(runner: Any, bag: str, path: str) -> Any:
+    """A setting as SGLang resolved it: from 0.5.19 on that is not written back onto ServerArgs, where it is otherwise."""
+    runtime = sys.modules.get("sglang.srt.runtime_context")
+    try:
+        found = operator.attrgetter(path)(getattr(runtime, f"get_{bag}")())
+    except Exception:
+        # There is no such place, or nothing is published there.
+        found = None
+    return getattr(runner.server_args, path.rpartition(".")[2], None) if found is None else found
+
+
 def graph_bytes(runner: Any) -> int:
     """Bytes that `init_cuda_graph_state` takes for the largest batch: an index and a mask for each token of context."""
-    args = runner.server_args
-    config = getattr(args, "cuda_graph_config", None)
-    runtime = sys.modules.get("sglang.srt.runtime_context")
-    if config is None and hasattr(runtime, "get_exec"):
-        config = runtime.get_exec().graph.cuda_graph_config  # type: ignore[union-attr]
-    if config is not None:
+    args, config = runner.server_args, resolved(runner, "exec", "graph.cuda_graph_config")
+    if hasattr(config, "decode"):
         sizes = config.decode.bs if config.decode.backend != "disabled" else None
     else:
-        sizes = None if args.disable_cuda_graph else getattr(args, "cuda_graph_bs", None)
+        sizes = None if getattr(args, "disable_cuda_graph", False) else getattr(args, "cuda_graph_bs", None)
     requests = min(max(sizes or (0,)), runner.req_to_token_pool.size)
-    a_token: int = 4 + (getattr(args, "speculative_num_draft_tokens", None) or 1)
+    a_token = 4 + (resolved(runner, "spec", "speculative_num_draft_tokens") or 1)
     return int(requests * runner.model_config.context_len * a_token)
 
 
@@ -321,7 +334,13 @@ def build_decode_backend(registry: Any, runner: Any, known: Facts) -> Any:
     check_aiter(known)
     if not runner.__dict__.get("_sglang_aiter_ext_backends"):
         check_memory(runner)
-    decode = with_shared_workspace(runner, lambda: registry.ATTENTION_BACKENDS["aiter"](runner))
+    try:
+        decode = with_shared_workspace(runner, lambda: registry.ATTENTION_BACKENDS["aiter"](runner))
+    except DecodeError:
+        raise
+    except Exception as error:
+        what = f"SGLang's AITER backend cannot be built: {type(error).__name__}: {error}"
+        raise DecodeError(f"{settings.PA.name}=1 is not served: {what}; {OFF}") from error
     if known.graph_buffer_in_pages and decode.page_size > 1:
         give_graph_buffer(decode)
     return decode
@@ -429,18 +448,27 @@ def build(registry: Any, known: Facts, wrapped: Any, instance: Any, args: Args, 
         raise
 
 
+#: The last lines of tracebacks that say all there is to say.
+_refusals: set[str] = set()
+
+
 def log_without_traceback(error: Exception) -> None:
     """SGLang's scheduler logs a traceback of what stops it; of a refusal it logs the message alone."""
-    message = str(error)
-
-    def shorten(record: logging.LogRecord) -> bool:
-        before, traceback, text = record.getMessage().partition("Traceback (most recent call last):")
-        if traceback and text.rstrip().endswith(message):
-            record.msg, record.args = before + message, ()
-        return True
-
+    _refusals.add(f"{type(error).__module__}.{type(error).__qualname__}: {error}")
     for handler in logging.getLogger().handlers:
-        handler.addFilter(shorten)
+        handler.addFilter(_shorten)
+
+
+def _shorten(record: logging.LogRecord) -> bool:
+    mark = "Traceback (most recent call last):"
+    # What cannot be formatted is logging's own to report.
+    with contextlib.suppress(Exception):
+        before, _, text = record.getMessage().partition(mark)
+        last = text.rstrip().rpartition("\n")[2]
+        # A second traceback is a cause, which stays.
+        if last in _refusals and mark not in text:
+            record.msg, record.args = before + last.partition(": ")[2], ()
+    return True
 
 
 def routed(registry: Any, known: Facts, wrapped: Any, args: Args, kwargs: Kwargs) -> Any:

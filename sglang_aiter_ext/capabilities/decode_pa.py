@@ -156,6 +156,7 @@ def leave_alone(registry: Any, runner: Any, full: Any, known: Facts) -> tuple[st
     import torch
 
     config = hybrid_config(registry, runner)
+    args = runner.server_args
     if config is None:
         return "not_hybrid", "the model is not a hybrid linear-attention model"
     if getattr(runner, "is_draft_worker", False):
@@ -169,7 +170,8 @@ def leave_alone(registry: Any, runner: Any, full: Any, known: Facts) -> tuple[st
     if is_aiter(getattr(full, "decode_backend", full)):
         return "aiter_already", "the decode backend is AITER already"
     speculative = resolved(runner, "spec", "speculative_algorithm")
-    if speculative is not None and resolved(runner, "spec", "speculative_attention_mode") == "decode":
+    modes = resolved(runner, "spec", "speculative_attention_mode"), getattr(args, "speculative_attention_mode", None)
+    if speculative is not None and "decode" in modes:
         return (
             "speculative_attention_mode",
             "--speculative-attention-mode decode would verify drafts on the decode backend",

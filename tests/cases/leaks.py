@@ -84,11 +84,12 @@ def calls() -> dict:
     """Each wrapper around a function that does nothing: served, declined and passed through."""
     for name in ("flash_attn_varlen_fp8_pertensor_func", "mha_batch_prefill_func", "paged_attention_ragged"):
         _cheap(name)
+    # With what SGLang itself needs on a CPU, so before it.
+    from recording import counters, forget, harness  # isort: split
     import sglang.srt.layers.attention.aiter_backend as module
     import sglang.srt.layers.attention.attention_registry as registry
     import sglang.srt.layers.attention.hybrid_linear_attn_backend as hybrid
     from properties import harness_mode
-    from recording import counters, forget, harness
 
     import sglang_aiter_ext
 
@@ -152,9 +153,9 @@ def calls() -> dict:
 
 def batches() -> dict:
     """Real batches of a few tokens, each with metadata and a plan of its own, which die with it."""
+    from recording import harness  # isort: split
     import sglang.srt.layers.attention.aiter_backend as module
     from properties import harness_mode, write_rows
-    from recording import harness
 
     if hasattr(module, "launch_reshape_and_cache_flash"):
         module.launch_reshape_and_cache_flash = write_rows

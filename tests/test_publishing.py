@@ -89,7 +89,7 @@ def test_every_process_of_the_server_shows_its_role_states_and_counters(served):
     assert main["capabilities"]["asm_context_prefill"]["state"] == "pending"
     done = doctor(folder)
     assert done.returncode == 0
-    assert re.search(rf"{server.scheduler} +scheduler_TP0 +running +asm_context_prefill .*asm 4", done.stdout)
+    assert re.search(rf"{server.scheduler} +\S+ +scheduler_TP0 +running +asm_context_prefill .*asm 4", done.stdout)
 
 
 @one_server

@@ -23,10 +23,10 @@ def path_entry() -> str:
 
 def run(command: list[str]) -> int:
     """Replace this process by `command`, activated. Returns 127 or 126 where it cannot be started."""
-    old = os.environ.get("PYTHONPATH")
+    old, ours = os.environ.get("PYTHONPATH"), path_entry()
     # An empty entry is the working directory, and stays. Ours goes to the front, where no other sitecustomize hides it.
-    entries = [e for e in old.split(os.pathsep) if not e or os.path.realpath(e) != path_entry()] if old else []
-    entries.insert(0, path_entry())
+    entries = [e for e in old.split(os.pathsep) if not e or os.path.realpath(e) != ours] if old else []
+    entries.insert(0, ours)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entries)}
     try:
         os.execvpe(command[0], command, environment)
@@ -83,8 +83,8 @@ def selftest(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
 def main(arguments: list[str] | None = None) -> int:
     """The exit status of the command: 2 for options it does not take, 130 after Ctrl-C."""
     # As a program in C has them, and `run` hands them on: Python ignores both.
-    for name in ("SIGPIPE", "SIGXFSZ"):
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
     reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="replace")

@@ -164,7 +164,7 @@ def _serve(module: ModuleType, late: bool) -> None:
             raise error
         _report(str(error))
     release = installed.release()
-    if settings.MASTER.name in errors or not settings.boolean(settings.MASTER) or release is None:
+    if not settings.is_on(settings.MASTER) or release is None:
         return
     _summarise(release)
     # The first capability's wrapper is the outermost.

@@ -122,7 +122,7 @@ def activation(release: installed.Release | None) -> dict[str, Any]:
     ours = str(pathlib.Path(path_entry(), "sitecustomize", "__init__.py").resolve())
     present = os.path.realpath(path_entry()) in map(os.path.realpath, entries)
     return {
-        "master": settings.MASTER.name not in errors and settings.boolean(settings.MASTER),
+        "master": settings.is_on(settings.MASTER),
         "errors": [str(error) for error in errors.values()],
         "pythonpath": first == ours,
         "hidden_by": first if present and first != ours else None,

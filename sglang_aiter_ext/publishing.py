@@ -51,7 +51,8 @@ class StateFile:
     """One JSON file in `folder`, locked for as long as the process lives. Raises OSError where it cannot be."""
 
     def __init__(self, folder: str):
-        self.began, self.last = time.time(), ""
+        self.began = time.time()
+        self.last: dict[str, Any] = {}
         os.makedirs(folder, exist_ok=True)
         prefix = f"{os.uname().nodename}-{os.getpid()}-"
         for old in pathlib.Path(folder).glob(prefix + "*.json"):
@@ -72,13 +73,12 @@ class StateFile:
         if os.fstat(self.descriptor).st_nlink == 0:
             raise FileNotFoundError(f"{self.path} was removed")
         state = record(self.began)
-        text = json.dumps(state)
-        if text != self.last:
+        if state != self.last:
             data = json.dumps({**state, "written": time.time()}).encode()
             if os.pwrite(self.descriptor, data, 0) < len(data):
                 raise OSError(errno.ENOSPC, "the state was written in part", self.path)
             os.ftruncate(self.descriptor, len(data))
-            self.last = text
+            self.last = state
 
     def close(self) -> None:
         os.close(self.descriptor)
@@ -116,11 +116,12 @@ def begin() -> None:
     global _sinks
     if _sinks is not None:
         return
-    errors = settings.errors(())
-    on = settings.MASTER.name not in errors and settings.boolean(settings.MASTER)
+    on = settings.is_on(settings.MASTER)
     wanted: list[tuple[str, Callable[[], Sink]]] = []
-    if on and settings.STATE.name not in errors and (folder := settings.state_folder()):
-        wanted.append((f"{settings.STATE.name}={folder}", functools.partial(StateFile, folder)))
+    # What is wrong with the variable itself is said where a target is imported.
+    with contextlib.suppress(settings.SettingError):
+        if on and (folder := settings.state_folder()):
+            wanted.append((f"{settings.STATE.name}={folder}", functools.partial(StateFile, folder)))
     if on and os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
         wanted.append(("sglang_aiter_ext counters on /metrics", Metrics))
     sinks: list[Sink] = []
@@ -162,9 +163,10 @@ def _run(sinks: list[Sink]) -> None:
 def end() -> None:
     """At exit: what waits is logged, the last counts are sent, and no file is left."""
     counting.release()
-    for sink in _sinks or ():
+    while _sinks:
+        # Out of the thread's sight first: it may be about to publish.
         with contextlib.suppress(Exception):
-            sink.close()
+            _sinks.pop().close()
 
 
 def _forked() -> None:

@@ -55,12 +55,16 @@ def boolean(setting: Setting) -> bool:
     raise SettingError(f"{setting.name}={raw!r} is not accepted: use {ACCEPTED}")
 
 
-def strict() -> bool:
-    """Whether SGLANG_AITER_EXT_STRICT is on; a value that cannot be read counts as off."""
+def is_on(setting: Setting) -> bool:
+    """The value of a boolean variable; one that cannot be read counts as off."""
     try:
-        return boolean(STRICT)
+        return boolean(setting)
     except SettingError:
         return False
+
+
+def strict() -> bool:
+    return is_on(STRICT)
 
 
 def disabled(known: tuple[str, ...]) -> frozenset[str]:

@@ -79,6 +79,11 @@ def _config(q_heads, kv_heads, head_dim, layers, full_interval, context_len) -> 
     return folder
 
 
+def _built(cls, **kwargs):
+    """An object of this release's class, from those of `kwargs` that it takes."""
+    return cls(**_accepted(cls.__init__, **kwargs))
+
+
 def _accepted(function, **kwargs):
     """`kwargs` without what this release's `function` does not take."""
     parameters = inspect.signature(function).parameters
@@ -151,38 +156,34 @@ class Stack:
         linear_layers = list(config.linear_layer_ids)
         self.full_layers, self.linear_layers = full_layers, linear_layers
         cache_params = config.mamba2_cache_params
-        self.req_to_token_pool = HybridReqToTokenPool(
-            **_accepted(
-                HybridReqToTokenPool.__init__,
-                size=max_requests,
-                mamba_size=max_requests + 1,
-                mamba_spec_state_size=max_requests,
-                max_context_len=context_len,
-                device=device,
-                enable_memory_saver=False,
-                cache_params=cache_params,
-                mamba_layer_ids=linear_layers,
-                enable_mamba_extra_buffer=False,
-                speculative_num_draft_tokens=None,
-                enable_overlap_schedule=False,
-            )  # fmt: skip
+        self.req_to_token_pool = _built(
+            HybridReqToTokenPool,
+            size=max_requests,
+            mamba_size=max_requests + 1,
+            mamba_spec_state_size=max_requests,
+            max_context_len=context_len,
+            device=device,
+            enable_memory_saver=False,
+            cache_params=cache_params,
+            mamba_layer_ids=linear_layers,
+            enable_mamba_extra_buffer=False,
+            speculative_num_draft_tokens=None,
+            enable_overlap_schedule=False,
         )
         slots = kv_slots or (max_requests * context_len // page_size + max_requests) * page_size
-        self.token_to_kv_pool = HybridLinearKVPool(
-            **_accepted(
-                HybridLinearKVPool.__init__,
-                size=slots,
-                dtype=kv_dtype,
-                page_size=page_size,
-                head_num=kv_heads,
-                head_dim=head_dim,
-                full_attention_layer_ids=full_layers,
-                enable_kvcache_transpose=False,
-                device=device,
-                mamba_pool=self.req_to_token_pool.mamba_pool,
-                enable_memory_saver=False,
-                use_mla=False,
-            )  # fmt: skip
+        self.token_to_kv_pool = _built(
+            HybridLinearKVPool,
+            size=slots,
+            dtype=kv_dtype,
+            page_size=page_size,
+            head_num=kv_heads,
+            head_dim=head_dim,
+            full_attention_layer_ids=full_layers,
+            enable_kvcache_transpose=False,
+            device=device,
+            mamba_pool=self.req_to_token_pool.mamba_pool,
+            enable_memory_saver=False,
+            use_mla=False,
         )
         self._poison()
         pages = torch.randperm(slots // page_size - 1, generator=self.generator) + 1
@@ -207,15 +208,13 @@ class Stack:
         )  # fmt: skip
         from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
-        runner.token_to_kv_pool_allocator = TokenToKVPoolAllocator(
-            slots,
-            **_accepted(
-                TokenToKVPoolAllocator.__init__,
-                dtype=kv_dtype,
-                device=device,
-                kvcache=self.token_to_kv_pool,
-                need_sort=False,
-            ),  # fmt: skip
+        runner.token_to_kv_pool_allocator = _built(
+            TokenToKVPoolAllocator,
+            size=slots,
+            dtype=kv_dtype,
+            device=device,
+            kvcache=self.token_to_kv_pool,
+            need_sort=False,
         )
         getattr(runner, "init_kv_index_translator", lambda: None)()
         scaling = head_dim**-0.5 if scaling is None else scaling

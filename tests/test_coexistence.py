@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import dataclasses
 import json
 import os
@@ -94,10 +95,10 @@ print(json.dumps(seen))
 """
 
 
-def show(party: Party, tmp_path: pathlib.Path, order: str, **env: str):
+def show(party: Party, tmp_path: pathlib.Path, order: str, **options):
     script = tmp_path / "show.py"
     script.write_text(SHOW.replace("{active}", party.active))
-    done = launch(party, [sys.executable, str(script)], order=order, **env)
+    done = launch(party, [sys.executable, str(script)], order=order, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout), done.stderr
 
@@ -105,7 +106,7 @@ def show(party: Party, tmp_path: pathlib.Path, order: str, **env: str):
 @pytest.mark.parametrize("order", ["outside", "run inside", "run outside"])
 @pytest.mark.parametrize("name", PARTIES)
 def test_both_are_active_in_a_process_and_in_those_it_starts(name, order, tmp_path):
-    """One that does not run the next sitecustomize needs our `run` inside of it."""
+    """One that does not run the next sitecustomize needs our `run` inside of it, or our package installed."""
     party = PARTIES[name]
     seen, stderr = show(party, tmp_path, order)
     assert stderr == ""
@@ -113,6 +114,18 @@ def test_both_are_active_in_a_process_and_in_those_it_starts(name, order, tmp_pa
     assert [(ours, theirs) for ours, theirs, *_ in seen] == [(int(works), True)] * 2
     places = {str(ROOT / "sitecustomize" / "__init__.py"), str(party.sitecustomize)}
     assert all(module == "sitecustomize" and file in places for *_, module, file in seen)
+
+
+@pytest.mark.parametrize("order", ["outside", "run outside"])
+def test_opentelemetry_starts_an_installed_package_itself(order, tmp_path):
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    group = "opentelemetry_pre_instrument"
+    name, _, value = config["options.entry_points"][group].strip().partition(" = ")
+    distribution(tmp_path, name, value, group)
+    seen, stderr = show(PARTIES["opentelemetry-instrument"], tmp_path, order, path=[tmp_path])
+    assert [(ours, theirs) for ours, theirs, *_ in seen] == [(1, True)] * 2
+    assert stderr == ""
 
 
 @pytest.mark.parametrize("order", ["outside", "run inside"])
@@ -216,12 +229,12 @@ def register_at_once():
 """
 
 
-def distribution(folder: pathlib.Path, name: str, value: str) -> None:
-    """Metadata of an installed package with an entry point for SGLang's plugin loader."""
+def distribution(folder: pathlib.Path, name: str, value: str, group: str = "sglang.srt.plugins") -> None:
+    """Metadata of an installed package with an entry point, for SGLang's plugin loader if not another's."""
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {value}\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n")
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before the targets", "after the targets"])

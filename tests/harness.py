@@ -442,14 +442,33 @@ class Result:
             out[first : first + len(values), head] = values
         return out.flatten(1)
 
+    def holds_what_was_given(self, layer_id: int) -> bool:
+        """Whether the pool has this batch's K and V, to half a step of its dtype."""
+        stack, start = self.stack, 0
+        info = torch.finfo(stack.kv_dtype)
+        # K and V may be divided by a scale in bf16 before they are cast to fp8.
+        relative = info.eps / 2 + (2**-8 if info.bits == 8 else 0)
+        for request, tokens, end in zip(self.requests, self.lengths, self.batch.seq_lens.tolist()):
+            stored = stack.stored(layer_id, request, end)
+            for given, rows in zip((self.keys[layer_id], self.values[layer_id]), stored):
+                new = given[start : start + tokens].float().view(tokens, stack.kv_heads, stack.head_dim)
+                off = (rows[end - tokens :] - new).abs() - relative * new.abs()
+                # A subnormal's step does not shrink with it; scales are at most 2.
+                if not bool((off <= 2 * info.smallest_normal * info.eps).all()):
+                    return False
+            start += tokens
+        return True
+
     def error(self, *, fp8_queries: bool = False) -> float:
-        """Largest |output - exact| over all layers, relative to the largest |exact|.
+        """Largest |output - exact| over all layers, relative to the largest |exact|; inf where K or V were not kept.
 
         With `fp8_queries` the exact result uses the queries as a saturating cast to
         e4m3 leaves them; the only rounding left is then that of the bf16 output.
         """
         worst = 0.0
         for layer_id, output in self.outputs.items():
+            if not self.holds_what_was_given(layer_id):
+                return float("inf")
             q = self.queries[layer_id].float()
             if fp8_queries:
                 q = q.clamp(-FP8_MAX, FP8_MAX).to(FP8).float()

@@ -17,9 +17,14 @@ def flat(name, row):
 @pytest.mark.parametrize("release", ["0.5.18", "0.5.19"])
 def test_a_hundred_thousand_calls_of_each_wrapper_leave_nothing(release):
     out = launch(release, "leaks:calls", env=PA).result
-    assert len(out) == 11
+    assert len(out) == 14
     for name, row in out.items():
         flat(name, row)
+
+
+def test_a_hundred_thousand_calls_of_the_wrapper_around_a_backends_init_leave_nothing():
+    ((name, row),) = launch("0.5.9", "leaks:building").result.items()
+    flat(name, row)
 
 
 @pytest.mark.parametrize("release", ["0.5.12.post1"])

@@ -111,6 +111,7 @@ def calls() -> dict:
     out["forward_extend, served"] = measure(lambda: extend(backend, q, q, q, layer, batch), CALLS)
     served = counters().get("asm_context_prefill")
     assert served is None or served.keys() == {"asm"}, served
+    out["forward_extend, internal error"] = measure(lambda: extend(backend, q, q, q, object(), batch), CALLS)
     out["forward_extend, declined"] = measure(lambda: extend(backend, q, q, q, layer, batch, sinks=q), CALLS)
     if paged is not nothing:
         out["the paged kernel"] = measure(lambda: paged(*given), CALLS)
@@ -135,6 +136,8 @@ def calls() -> dict:
     out["forward_decode, served"] = measure(
         lambda: decode(stack.backend, layer, batch, True, q, new, new, None, None, None, q_rope=None), CALLS
     )
+    refused = refusing(decode, stack.backend, layer, batch, True, q, new, new, sinks=q)
+    out["forward_decode, refused"] = measure(refused, CALLS)
     linear = types.SimpleNamespace(layer_id=0)
     out["forward_decode, linear"] = measure(lambda: decode(stack.backend, linear, batch, True, q, new, new), CALLS)
     out["the decode kernel"] = measure(lambda: kernel(*range(17)), CALLS)
@@ -147,8 +150,38 @@ def calls() -> dict:
     out["attn_backend_wrapper, routed"] = measure(
         lambda: build(stack.runner, stack.backend.full_attn_backend.prefill_backend), 300, 50
     )
+    os.environ["SGLANG_USE_AITER_PA"] = "2"
+    refused = refusing(build, stack.runner, stack.backend.full_attn_backend)
+    out["attn_backend_wrapper, refused"] = measure(refused, CALLS)
     out["activate"] = measure(sglang_aiter_ext.activate, CALLS)
     return out
+
+
+def refusing(function, *args, **kwargs):
+    """A call that must raise what this package raises on purpose."""
+    from sglang_aiter_ext import activation, settings
+
+    def call():
+        try:
+            function(*args, **kwargs)
+        except (activation.Refusal, settings.SettingError):
+            return
+        raise AssertionError("nothing was refused")
+
+    return call
+
+
+def building() -> dict:
+    """The wrapper around AiterAttnBackend.__init__, with a pool whose layer 0 is asked for."""
+    from recording import counters, harness  # isort: split
+    import sglang.srt.layers.attention.aiter_backend as module
+
+    stack = harness.Stack(backend="aiter", layers=2, full_interval=2, fp8=False, build=False)
+    asked = lambda self, runner: runner.token_to_kv_pool.get_value_buffer(0).shape[-1]  # noqa: E731
+    init = _around(module.AiterAttnBackend.__init__, asked, True)
+    holder = types.SimpleNamespace()
+    assert init(holder, stack.runner) == stack.head_dim and counters()["v_head_dim"] == {"asked_pool": 1}
+    return {"__init__": measure(lambda: init(holder, stack.runner), CALLS)}
 
 
 def batches() -> dict:

@@ -24,8 +24,12 @@ Kwargs = dict[str, Any]
 Wrapper = Callable[[Callable[..., Any], Any, Args, Kwargs], Any]
 
 
-class CouldNotApply(RuntimeError):
-    """Under SGLANG_AITER_EXT_STRICT=1: a capability that is enabled could not be applied."""
+class Refusal(RuntimeError):
+    """Raised by a wrapper on purpose: what the user asked for cannot be had."""
+
+
+class CouldNotApply(Refusal):
+    """Under SGLANG_AITER_EXT_STRICT=1: a capability that is enabled could not be applied, or went wrong in a call."""
 
 
 @dataclasses.dataclass
@@ -249,15 +253,11 @@ class Scope(threading.local):
             self.value = before
 
 
-class Refusal(RuntimeError):
-    """Raised by a wrapper on purpose: what the user asked for cannot be had."""
-
-
 def wrap(module: ModuleType, name: str, wrapper: Wrapper, instead: type[Refusal] | None = None) -> None:
     """Wrap `name` or `Class.name` of `module` with `wrapper(wrapped, instance, args, kwargs)`.
 
     An error of the wrapper's own leaves the call to SGLang's function, or becomes an `instead`
-    where that one would answer differently. Raises AttributeError where there is no such name,
+    where that one would answer differently, or CouldNotApply under SGLANG_AITER_EXT_STRICT=1. Raises AttributeError where there is no such name,
     ImportError without a usable wrapt.
     """
     from wrapt import wrap_object
@@ -277,8 +277,8 @@ def wrap(module: ModuleType, name: str, wrapper: Wrapper, instead: type[Refusal]
         if path:
 
             @functools.wraps(wrapped)
-            def function(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
-                return guarded(functools.partial(wrapped, instance), instance, args, kwargs)
+            def function(self: Any, *args: Any, **kwargs: Any) -> Any:
+                return guarded(functools.partial(wrapped, self), self, args, kwargs)
 
         else:
 
@@ -301,23 +301,27 @@ def _guarded(wrapper: Wrapper, name: str, instead: type[Refusal] | None) -> Wrap
     capability = getattr(wrapper, "func", wrapper).__module__.rpartition(".")[2]
 
     def guarded(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        called, result = False, None
+        result: tuple[Any] | None = None
+        failed = False
 
         def original(*args: Any, **kwargs: Any) -> Any:
-            nonlocal called, result
-            called = True
+            nonlocal result, failed
+            failed = True
             result = (wrapped(*args, **kwargs),)
+            failed = False
             return result[0]
 
         try:
             return wrapper(original, instance, args, kwargs)
         except Exception as error:
-            if isinstance(error, (Refusal, settings.SettingError)) or (called and result is None):
+            if isinstance(error, (Refusal, settings.SettingError)) or failed:
                 # On purpose, or SGLang's own.
                 raise
             message = f"internal error in {name}: {type(error).__name__}: {error}"
             if instead is not None:
                 raise instead(message) from error
+            if settings.strict():
+                raise CouldNotApply(f"{capability}: {message}") from error
             count(capability, "internal_error")
             log_once(capability, "internal_error", "%s; SGLang's own function serves it", message)
             return result[0] if result is not None else wrapped(*args, **kwargs)

@@ -8,6 +8,8 @@ import logging
 import os
 import threading
 
+from . import settings
+
 #: A child of SGLang's, so that a logging configuration for `sglang` holds for it.
 logger = logging.getLogger("sglang.aiter_ext")
 
@@ -23,7 +25,7 @@ def compiling() -> bool:
 
 
 def count(capability: str, outcome: str, reason: str = "") -> None:
-    """Never raises: an answer is worth more than its count."""
+    """Raises nothing: an answer is worth more than its count, but under SGLANG_AITER_EXT_STRICT=1."""
     if compiling():
         # Compiled code counts nothing, as a replayed graph does not: a lock would break the graph at every layer.
         return
@@ -32,6 +34,8 @@ def count(capability: str, outcome: str, reason: str = "") -> None:
         with _lock:
             _counts[key] = _counts.get(key, 0) + 1
     except Exception as error:
+        if settings.strict():
+            raise
         log_once("sglang_aiter_ext", "counter", "calls are not counted: %s: %s", type(error).__name__, error)
 
 

@@ -27,7 +27,11 @@ ASM = Setting(
     True,
     "`asm_context_prefill`: chunked prefill gathers the paged fp8 K/V and calls the gfx950 ASM kernel",
 )
-STRICT = Setting("SGLANG_AITER_EXT_STRICT", False, 'every "could not apply" becomes an error instead of a log line')
+STRICT = Setting(
+    "SGLANG_AITER_EXT_STRICT",
+    False,
+    'every "could not apply", and what goes wrong in a call, becomes an error instead of a log line',
+)
 DISABLE = Setting("SGLANG_AITER_EXT_DISABLE", None, "comma-separated names of capabilities to leave off")
 STATE = Setting(
     "SGLANG_AITER_EXT_STATE_DIR", None, "a folder where each process keeps a file for `doctor --running`; absolute path"

@@ -291,9 +291,10 @@ def execute(setup: Setup, command: list[str], **options) -> subprocess.Completed
     )
 
 
-def case(setup: Setup, targets: int, attend: bool) -> tuple[dict, str]:
+def case(setup: Setup, targets: int, attend: bool, strict: bool = False) -> tuple[dict, str]:
     """The result of cases/faults.py and what it wrote to stderr; stdout holds nothing else."""
-    setup.env["FAULT"] = json.dumps({"inside": setup.inside, "targets": targets, "attend": attend})
+    wanted = {"inside": setup.inside, "targets": targets, "attend": attend, "strict": strict}
+    setup.env["FAULT"] = json.dumps(wanted)
     done = execute(setup, [sys.executable, str(TESTS / "child.py"), "faults:run"])
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if line != SGLANG_SAYS]
@@ -352,7 +353,7 @@ def attend(row: Row, tmp: pathlib.Path) -> Seen:
     setup = Setup(tmp, row.release)
     row.fault(setup)
     before, _ = plain(row.release)
-    out, stderr = case(setup, 3, True)
+    out, stderr = case(setup, 3, True, strict=not row.strict.startswith("-"))
     for path, depth in out["wrapped"].items():
         # asm_context_prefill and head_ratio both wrap forward_extend in 0.5.17 and 0.5.18.
         assert depth <= (2 if path.endswith("forward_extend") else 1), out["wrapped"]
@@ -412,15 +413,16 @@ def starts(*flags: str, form: str = "-c", source: str = PROGRAM):
         script.write_text(code)
         command = {"-c": ["-c", code], "script": [str(script)], "-i": ["-i"]}[form]
         options = {"input": code} if form == "-i" else {}
-        done = execute(setup, [sys.executable, *flags, *command], **options)
-        assert done.returncode == 0, done.stderr[-3000:]
-        # The prompts of an interactive Python go to stderr.
-        said = (
-            done.stderr
-            if form != "-i"
-            else "".join(x for x in done.stderr.splitlines() if not x.startswith((">>>", "Python ", "Type ")))
-        )
-        return Seen(done.stdout.strip(), our_line(setup, said), "")
+        seen = []
+        for strict in ("", "1"):
+            setup.env["SGLANG_AITER_EXT_STRICT"] = strict
+            done = execute(setup, [sys.executable, *flags, *command], **options)
+            assert done.returncode == 0, done.stderr[-3000:]
+            # The prompts of an interactive Python go to stderr.
+            prompts = (">>>", "Python ", "Type ") if form == "-i" else ()
+            said = "\n".join(x for x in done.stderr.splitlines() if not x.startswith(prompts))
+            seen.append((done.stdout.strip(), our_line(setup, said)))
+        return Seen(*seen[0], strict="" if seen[0] == seen[1] else str(seen[1]))
 
     return run
 
@@ -430,9 +432,11 @@ def bare(row: Row, tmp: pathlib.Path) -> Seen:
     setup, without = Setup(tmp, row.release), Setup(tmp, row.release, ours=[])
     row.fault(setup)
     without.sglang = setup.sglang
+    strict = dataclasses.replace(setup, env={**setup.env, "SGLANG_AITER_EXT_STRICT": "1"})
     code = "import sglang.srt.layers.attention.attention_registry"
-    ours, theirs = (execute(s, [sys.executable, "-c", code]) for s in (setup, without))
-    assert (ours.returncode, ours.stdout, ours.stderr) == (theirs.returncode, theirs.stdout, theirs.stderr)
+    ours, *others = (execute(s, [sys.executable, "-c", code]) for s in (setup, strict, without))
+    for other in others:
+        assert (ours.returncode, ours.stdout, ours.stderr) == (other.returncode, other.stdout, other.stderr)
     return Seen(f"SGLang's {ours.stderr.splitlines()[-1]}", "", "")
 
 
@@ -441,13 +445,14 @@ def server_help(row: Row, tmp: pathlib.Path) -> Seen:
     answers = []
     # SGLang imports torchvision, which has a stand-in here.
     code = "import stand_ins, runpy; runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
-    for ours in ([ROOT], []):
+    for ours, strict in (([ROOT], "0"), ([ROOT], "1"), ([], "0")):
         setup = Setup(tmp, row.release, ours=[*ours, TESTS])
+        setup.env["SGLANG_AITER_EXT_STRICT"] = strict
         setup.env["PYTHONHASHSEED"] = "0"  # its help shows sets
         done = execute(setup, [sys.executable, "-c", code, "--help"])
         assert done.returncode == 0, done.stderr[-2000:]
         answers.append((done.stdout, done.stderr))
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
     return Seen("as without it", "", "")
 
 
@@ -538,10 +543,11 @@ for _ in range(3):
 GOES_ON = "*: internal error in *: RuntimeError: injected; SGLang's own function serves it"
 SILENT = "- nothing of ours can be imported, and at interpreter start nothing raises"
 WORKS = "- everything is applied"
-ONE_CALL = "- the fault is in one call, after everything was applied"
+ONE_CALL = "CouldNotApply: {}: internal error in *: RuntimeError: injected"
+REFUSED = "InternalError: SGLANG_USE_AITER_PA=1 is not served: internal error in *: RuntimeError: injected; start with SGLANG_USE_AITER_PA=0*"
+NOT_SERVED = "CouldNotApply: asm_context_prefill: the ASM kernel cannot serve it ({}): *"
 SGLANGS = "- SGLang's own import fails, as it does without the extension"
 NO_PATH = "- Python was told to leave PYTHONPATH or site alone: nothing of ours runs"
-EARLIER = "- an error at the import of SGLang, before its targets"
 APPLIED = "CouldNotApply: {} could not be applied*"
 ACCEPTED = "use 1/true/yes/on or 0/false/no/off, in any case"
 
@@ -583,9 +589,14 @@ ROWS = [
           ("v_head_dim", "exact", None),
           ("head_ratio", "exact", None),
           ("gather_reuse", "exact", None))),
-    *(Row(f"install of {name} raises", raises_in(name, "install"), result, f"{name} could not be applied to *: RuntimeError: injected", APPLIED.format(name))
-      for name, result in (("decode_pa", "prefill exact, decode as without it"), ("asm_context_prefill", "prefill as without it, decode exact"))),
-    *(Row(f"{function} of {name} raises", raises_in(name, function), result, GOES_ON, ONE_CALL, release=release)
+    *(Row(f"install of {name} raises", both(raises_in(name, "install"), *more), result, f"{name} could not be applied to *: RuntimeError: injected", APPLIED.format(name), release=release)
+      for name, result, release, *more in (
+          ("decode_pa", "prefill exact, decode as without it", RELEASE),
+          ("asm_context_prefill", "prefill as without it, decode exact", RELEASE),
+          ("head_ratio", "exact", "0.5.18"),
+          ("gather_reuse", "prefill as without it, decode exact", "0.5.19"),
+          ("v_head_dim", "as without it", "0.5.9", variable("SGLANG_USE_AITER_PA", "0"), variable("SGLANG_AITER_ASM_CONTEXT_PREFILL", "0")))),
+    *(Row(f"{function} of {name} raises", raises_in(name, function), result, GOES_ON, ONE_CALL.format(name), release=release)
       for name, function, result, release in (
           ("asm_context_prefill", "forward_extend", "prefill as without it, decode exact", RELEASE),
           ("asm_context_prefill", "paged_kernel", "prefill as without it, decode exact", RELEASE),
@@ -593,11 +604,10 @@ ROWS = [
           ("head_ratio", "forward_extend", "exact", "0.5.18"),
           ("gather_reuse", "forward_extend", "prefill as without it, decode exact", "0.5.19"),
           ("gather_reuse", "gather_indices", "prefill as without it, decode exact", "0.5.19"))),
-    Row("wrapper of v_head_dim raises", both(raises_in("v_head_dim", "wrapper"), variable("SGLANG_USE_AITER_PA", "0"), variable("SGLANG_AITER_ASM_CONTEXT_PREFILL", "0")), "as without it", GOES_ON, ONE_CALL, release="0.5.9"),
+    Row("wrapper of v_head_dim raises", both(raises_in("v_head_dim", "wrapper"), variable("SGLANG_USE_AITER_PA", "0"), variable("SGLANG_AITER_ASM_CONTEXT_PREFILL", "0")), "as without it", GOES_ON, ONE_CALL.format("v_head_dim"), release="0.5.9"),
     *(Row(f"{function} of decode_pa raises", raises_in("decode_pa", function),
-          f"{prefill}InternalError: SGLANG_USE_AITER_PA=1 is not served: internal error in *: RuntimeError: injected; start with SGLANG_USE_AITER_PA=0*",
-          strict=ONE_CALL) for function, prefill in (("build", ""), ("forward_decode", "prefill exact, decode "), ("decode_kernel", "prefill exact, decode "))),
-    Row("the counter raises", inside("the counter raises"), "exact", "sglang_aiter_ext: calls are not counted: MemoryError: no room to count", ONE_CALL),
+          f"{prefill}{REFUSED}", strict=REFUSED) for function, prefill in (("build", ""), ("forward_decode", "prefill exact, decode "), ("decode_kernel", "prefill exact, decode "))),
+    Row("the counter raises", inside("the counter raises"), "exact", "sglang_aiter_ext: calls are not counted: MemoryError: no room to count", "CouldNotApply: asm_context_prefill: internal error in *: MemoryError: no room to count"),
     Row("a log handler raises", inside("a handler that raises"), "exact", strict=WORKS),
     # SGLang
     Row("SGLang missing", no_sglang, "SGLang's ModuleNotFoundError: No module named 'sglang'", strict=SGLANGS, run=bare, quick=True),
@@ -631,7 +641,7 @@ ROWS = [
       for kernel, result, line, strict in (
           (PAGED, "prefill as without it, decode exact", f"asm_context_prefill could not be applied to *: {PAGED} has parameter 0 'first' where 'q' is expected", APPLIED.format("asm_context_prefill")),
           (ASM, "prefill as without it, decode exact", f"asm_context_prefill could not be applied to *: {ASM} has parameter 0 'first' where 'q' is expected", APPLIED.format("asm_context_prefill")),
-          (RAGGED, needs_aiter(f"{RAGGED} has parameter 0 'first' where 'out' is expected", "exact"), None, "- decode says it when the backend is built"))),
+          (RAGGED, needs_aiter(f"{RAGGED} has parameter 0 'first' where 'out' is expected", "exact"), None, f"DecodeError: SGLANG_USE_AITER_PA=1 needs AITER's {RAGGED}*has parameter 0 'first'*"))),
     # variables
     unaccepted("SGLANG_AITER_EXT", "banana", "as without it"),
     unaccepted("SGLANG_USE_AITER_PA", "2", f"SettingError: SGLANG_USE_AITER_PA='2' is not accepted: {ACCEPTED}"),
@@ -641,17 +651,18 @@ ROWS = [
     unaccepted("SGLANG_AITER_EXT_STATE_DIR", "states", "exact", accepted="use an absolute path"),
     # where others can see it
     Row("a state folder that cannot be made", variable("SGLANG_AITER_EXT_STATE_DIR", "/proc/states"), "exact",
-        "SGLANG_AITER_EXT_STATE_DIR=/proc/states cannot be served: [Errno 2] No such file or directory: *", EARLIER),
+        "SGLANG_AITER_EXT_STATE_DIR=/proc/states cannot be served: [Errno 2] No such file or directory: *", "CouldNotApply: SGLANG_AITER_EXT_STATE_DIR=/proc/states cannot be served: *"),
     Row("a state folder without write permission", unwritable_states, "exact",
-        "SGLANG_AITER_EXT_STATE_DIR=* cannot be served: [Errno 13] Permission denied: *", EARLIER),
+        "SGLANG_AITER_EXT_STATE_DIR=* cannot be served: [Errno 13] Permission denied: *", "CouldNotApply: SGLANG_AITER_EXT_STATE_DIR=* cannot be served: *"),
     Row("prometheus_client missing, with SGLang's metrics on", both(variable("PROMETHEUS_MULTIPROC_DIR", "/tmp"), beside("prometheus_client", "raise ImportError('none here')")), "exact",
         "sglang_aiter_ext counters on /metrics cannot be served: none here", "CouldNotApply: sglang_aiter_ext counters on /metrics*"),
     # one call
-    Row("no memory for the gather", inside("out of memory"), "prefill as without it, decode exact", "asm_context_prefill: the paged kernel serves it (out_of_memory): *2.00 GiB", ONE_CALL),
-    Row("the ASM kernel raises", inside("the ASM kernel raises"), "prefill as without it, decode exact", "asm_context_prefill: the paged kernel serves it (kernel_error): RuntimeError: HIP error: *", ONE_CALL),
-    Row("metadata that disagrees with the lengths", inside("lengths disagree"), "prefill as without it, decode exact", "asm_context_prefill: the paged kernel serves it (lengths_mismatch): *", ONE_CALL),
+    Row("no memory for the gather", inside("out of memory"), "prefill as without it, decode exact", "asm_context_prefill: the paged kernel serves it (out_of_memory): *2.00 GiB", NOT_SERVED.format("out_of_memory")),
+    Row("the ASM kernel raises", inside("the ASM kernel raises"), "prefill as without it, decode exact", "asm_context_prefill: the paged kernel serves it (kernel_error): RuntimeError: HIP error: *", NOT_SERVED.format("kernel_error")),
+    Row("metadata that disagrees with the lengths", inside("lengths disagree"), "prefill as without it, decode exact", "asm_context_prefill: the paged kernel serves it (lengths_mismatch): *", NOT_SERVED.format("lengths_mismatch")),
     Row("metadata that takes no attribute, after SGLang's function ran", inside("metadata takes no attribute"), "prefill as without it, decode exact",
-        "gather_reuse: internal error in *: AttributeError: no _sglang_aiter_ext_indices here; *", ONE_CALL, release="0.5.19"),
+        "gather_reuse: internal error in *: AttributeError: no _sglang_aiter_ext_indices here; *",
+        "CouldNotApply: gather_reuse: internal error in *: AttributeError: no _sglang_aiter_ext_indices here", release="0.5.19"),
     # files, flags, and ways to start
     Row("a read-only checkout", read_only, "wrapped", strict=WORKS, run=starts(), quick=True),
     Row("PYTHONDONTWRITEBYTECODE=1", variable("PYTHONDONTWRITEBYTECODE", "1"), "wrapped", strict=WORKS, run=starts()),
@@ -692,7 +703,7 @@ Result: `exact` is float32 attention over the cached K/V, to half a unit of bf16
 SGLang's own kernels are not exact; prefill over queries rounded to fp8, as the ASM kernel takes them). `as without it` is, bit for bit, what SGLang computes without the extension, or
 for rows that only import SGLang, that its functions are its own. `wrapped`: each function once. Stdout is
 untouched in every row; stderr holds the one line shown, or nothing of ours. Words in the last column that are no
-error say why none is expected; for rows that only start Python, strict mode was not run.
+error say why there is none.
 
 | fault | result | stderr | with `SGLANG_AITER_EXT_STRICT=1` |
 | --- | --- | --- | --- |

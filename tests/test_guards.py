@@ -6,6 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 torch = pytest.importorskip("torch")
+from sglang_aiter_ext import activation, counting
 from sglang_aiter_ext.capabilities import asm_context_prefill as asm
 from sglang_aiter_ext.capability import NothingToServe
 from sglang_aiter_ext.layers import is_vectorized_5d, unit_scales
@@ -112,8 +113,6 @@ def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch):
 
 
 def test_a_reason_is_logged_once_with_the_pools_size_and_counted_each_time(monkeypatch, caplog):
-    from sglang_aiter_ext import counting
-
     monkeypatch.setattr(counting, "_counts", {})
     monkeypatch.setattr(counting, "_logged", set())
     caplog.set_level("INFO", logger=counting.logger.name)
@@ -137,6 +136,21 @@ def test_a_reason_is_logged_once_with_the_pools_size_and_counted_each_time(monke
     assert {record.levelname for record in caplog.records} == {"WARNING"}
     asm.report(("table_ambiguous", "one token each"), backend(), layer(), EXTEND)
     assert caplog.records[-1].levelname != "WARNING"
+
+
+@pytest.mark.parametrize(
+    "reason", ["internal_error", "kernel_error", "out_of_memory", "lengths_mismatch", "table_mismatch"]
+)
+def test_strict_mode_raises_what_no_batch_should_meet_and_nothing_else(reason, monkeypatch):
+    monkeypatch.setattr(counting, "_counts", {})
+    monkeypatch.setenv("SGLANG_AITER_EXT_STRICT", "1")
+    with pytest.raises(activation.CouldNotApply, match=rf"^asm_context_prefill: .* \({reason}\): because of this$"):
+        asm.report((reason, "because of %s", "this"), backend(), layer(), EXTEND)
+    for other in ("table_ambiguous", "soft_cap", "not_gfx950", "zero_length_request", "graph_capture"):
+        asm.report((other, "because of this"), backend(), layer(), EXTEND)
+    monkeypatch.setenv("SGLANG_AITER_EXT_STRICT", "0")
+    asm.report((reason, "because of this"), backend(), layer(), EXTEND)
+    assert counting.snapshot()[asm.NAME][f"paged/{reason}"] == 2
 
 
 def test_the_kind_of_batch_and_what_comes_with_the_call():
@@ -292,8 +306,6 @@ def paged(q, k, v, cu_seqlens_q, kv_indptr, kv_page_indices, max_seqlen_q, max_s
 
 def aiter_module(monkeypatch, name, **attributes):
     """SGLang's AITER backend module, with a forward_extend of the same steps; AITER has both kernels."""
-    from sglang_aiter_ext import counting
-
     aiter = ModuleType("aiter")
     aiter.__dict__.update({"__file__": "aiter", asm.KERNEL: kernel, asm.PAGED: paged})
     monkeypatch.setitem(sys.modules, "aiter", aiter)
@@ -347,8 +359,6 @@ def served(request, monkeypatch):
 
 
 def counted():
-    from sglang_aiter_ext import counting
-
     return counting.snapshot().get(asm.NAME)
 
 

@@ -1,11 +1,11 @@
-"""The decisions of head_ratio, gather_reuse and v_head_dim one condition at a time, on plain objects."""
+"""The decisions of head_ratio, gather_reuse and v_head_dim one condition at a time, on plain objects; and what holds a wrapper."""
 
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
-from sglang_aiter_ext import counting
+from sglang_aiter_ext import activation, counting
 from sglang_aiter_ext.capabilities import gather_reuse, head_ratio, v_head_dim
 
 
@@ -102,3 +102,100 @@ def test_a_pool_that_has_no_such_width_is_left_alone():
     pool = SimpleNamespace(get_value_buffer=lambda layer_id: vars(pool)["get_value_buffer"])
     own = pool.get_value_buffer
     assert built(pool, 0) is own
+
+
+# ---- what a wrapper is put into ----
+
+
+class Holder:
+    """A class of SGLang's whose method counts its calls."""
+
+    def method(self, value=0):
+        self.calls = getattr(self, "calls", 0) + 1
+        if value == "raise":
+            raise ValueError("SGLang's own")
+        return value
+
+
+@pytest.fixture
+def put_around(monkeypatch):
+    def put(wrapper, instead=None):
+        module = ModuleType("module")
+        module.Holder = type("Holder", (Holder,), {"method": Holder.method})
+        wrapper.__module__ = "sglang_aiter_ext.capabilities.some"
+        activation.wrap(module, "Holder.method", wrapper, instead)
+        return module.Holder()
+
+    monkeypatch.delenv("SGLANG_AITER_EXT_STRICT", raising=False)
+    return put
+
+
+def before(wrapped, instance, args, kwargs):
+    raise KeyError("ours")
+
+
+def after(wrapped, instance, args, kwargs):
+    wrapped(*args, **kwargs)
+    raise KeyError("ours")
+
+
+@pytest.mark.parametrize("wrapper", [before, after])
+def test_an_error_of_a_wrappers_own_leaves_the_call_to_sglangs_function_which_runs_once(put_around, wrapper):
+    holder = put_around(wrapper)
+    assert (holder.method(7), holder.calls) == (7, 1)
+    assert counting.snapshot() == {"some": {"internal_error": 1}}
+
+
+@pytest.mark.parametrize("wrapper", [before, after])
+def test_it_is_raised_in_strict_mode_and_where_sglangs_function_would_answer_differently(
+    put_around, wrapper, monkeypatch
+):
+    message = "internal error in Holder.method: KeyError: 'ours'"
+    with pytest.raises(activation.Refusal, match=f"^{message}$"):
+        put_around(wrapper, activation.Refusal).method(7)
+    monkeypatch.setenv("SGLANG_AITER_EXT_STRICT", "1")
+    with pytest.raises(activation.CouldNotApply, match=f"^some: {message}$"):
+        put_around(wrapper).method(7)
+
+
+def twice(wrapped, instance, args, kwargs):
+    wrapped()
+    return wrapped(*args, **kwargs)
+
+
+def masking(wrapped, instance, args, kwargs):
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        raise KeyError("ours")
+
+
+@pytest.mark.parametrize("wrapper, calls", [(twice, 2), (masking, 1)])
+def test_an_error_of_sglangs_own_is_never_answered_with_another_call_or_an_earlier_result(put_around, wrapper, calls):
+    holder = put_around(wrapper)
+    with pytest.raises((ValueError, KeyError)) as caught:
+        holder.method("raise")
+    assert "SGLang's own" in str(caught.value) or "SGLang's own" in str(caught.value.__context__)
+    assert holder.calls == calls and counting.snapshot() == {}
+
+
+def test_what_a_wrapper_refuses_is_raised_as_it_is(put_around):
+    def refuse(wrapped, instance, args, kwargs):
+        raise activation.Refusal("on purpose")
+
+    with pytest.raises(activation.Refusal, match="^on purpose$"):
+        put_around(refuse).method()
+
+
+def test_a_wrapped_method_is_called_as_the_method_itself(put_around):
+    def through(wrapped, instance, args, kwargs):
+        return wrapped(*args, **kwargs)
+
+    holder = put_around(through)
+    assert type(holder).method(self=holder, value=3) == type(holder).method(holder, 3) == holder.method(value=3) == 3
+    for call in (lambda f: f(), lambda f: f(holder, self=holder), lambda f: f(holder, other=1)):
+        with pytest.raises(TypeError) as ours:
+            call(type(holder).method)
+        with pytest.raises(TypeError) as theirs:
+            call(Holder.method)
+        assert str(ours.value) == str(theirs.value)

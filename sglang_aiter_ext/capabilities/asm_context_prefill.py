@@ -16,14 +16,13 @@ import weakref
 from types import ModuleType
 from typing import Any
 
-from .. import activation, installed
+from .. import activation, installed, settings
 from ..activation import Args, Kwargs
 from ..bootstrap import ATTENTION
 from ..capability import APPLY, UPSTREAM, Capability, Needs, NothingToServe, Unsupported, Verdict
 from ..counting import count, log_once, logged
 from ..installed import Release, calls, enclosing_tests, mentions
 from ..layers import HEAD_RATIOS, bind_extend, covered_ratio, has_window, is_decoder, is_vectorized_5d, unit_scales
-from ..settings import ASM
 
 NAME = "asm_context_prefill"
 BACKEND = "srt.layers.attention.aiter_backend"
@@ -85,6 +84,8 @@ def _asks_for_prefix(extend: ast.AST, call: ast.Call) -> bool | None:
 
 #: Why the paged kernel serves a call: a reason that is counted, and a message with its arguments that is logged once.
 Decline = tuple[Any, ...]
+#: Reasons that no batch and no model should meet.
+FAULTS = ("internal_error", "kernel_error", "out_of_memory", "lengths_mismatch", "table_mismatch")
 
 
 class Plan:
@@ -249,9 +250,16 @@ def check_call(layer: Any, plan: Plan, args: Args, kwargs: Kwargs) -> Decline | 
 
 
 def report(decline: Decline, backend: Any, layer: Any, batch: Any) -> None:
-    """Count a call that the paged kernel serves, and log its reason the first time."""
+    """Count a call that the paged kernel serves, and log its reason the first time.
+
+    Raises CouldNotApply under SGLANG_AITER_EXT_STRICT=1 where that is a fault.
+    """
     reason, message, *arguments = decline
     count(NAME, "paged", reason)
+    if reason in FAULTS and settings.strict():
+        raise activation.CouldNotApply(
+            f"{NAME}: the ASM kernel cannot serve it ({reason}): {message % tuple(arguments)}"
+        )
     if not logged(NAME, reason):
         try:
             size = pool_of(backend, batch).get_key_buffer(layer.layer_id).nbytes
@@ -389,7 +397,7 @@ CAPABILITY = Capability(
     wraps=("AiterAttnBackend.forward_extend", f"aiter_backend.{PAGED}"),
     upstream=("https://github.com/sgl-project/sglang/pull/36758", "https://github.com/sgl-project/sglang/pull/36852"),
     until="0.5.19",
-    switch=ASM,
+    switch=settings.ASM,
     targets=(f"{ATTENTION}.aiter_backend",),
     kernels=(PAGED, KERNEL),
     needs=(

@@ -1,7 +1,7 @@
 """What a process with a fault in it computes: SGLang's targets imported, then prefill and decode.
 
 `FAULT` in the environment names what goes wrong from inside the process, if anything does, and how far to go.
-The strict answer is a fork's, made just before each target is imported: SGLANG_AITER_EXT_STRICT is read then.
+The strict answer is a fork's, made just before what may raise it: SGLANG_AITER_EXT_STRICT is read then.
 """
 
 from __future__ import annotations
@@ -20,18 +20,25 @@ TARGETS = [f"{ATTENTION}.{name}" for name in ("attention_registry", "hybrid_line
 
 
 def run() -> dict:
-    """`{"inside": name, "targets": n, "attend": bool}`: states, wrappers, strict errors, and what was computed."""
+    """`{"inside": name, "targets": n, "attend": bool, "strict": bool}`: states, wrappers, and what was computed.
+
+    `strict` is the first error of an import, and if that is asked for of a computation, in strict mode.
+    """
     wanted = json.loads(os.environ["FAULT"])
     gc.disable()
+    out: dict = {"strict": None}
+    if os.environ.get("SGLANG_AITER_EXT_STATE_DIR"):
+        import stand_ins  # noqa: F401
+
+        out["strict"] = strictly(importlib.import_module, "sglang.srt")
     import harness
 
     harness.pretend_gfx950()
     before, after = INSIDE.get(wanted.get("inside"), (None, None))
     if before:
         before()
-    out: dict = {"strict": None}
     for name in TARGETS[: wanted["targets"]]:
-        out["strict"] = out["strict"] or strictly(name)
+        out["strict"] = out["strict"] or strictly(importlib.import_module, name)
         try:
             importlib.import_module(name)
         except Exception as error:
@@ -41,6 +48,8 @@ def run() -> dict:
         after()
     out["wrapped"] = wrapped()
     if wanted["attend"]:
+        for phase in (prefill, decode) if wanted.get("strict") else ():
+            out["strict"] = out["strict"] or strictly(phase)
         out["prefill"], out["decode"] = attempt(prefill), attempt(decode)
     out["plugin_calls"] = getattr(sys, "plugin_calls", None)
     if "sglang_aiter_ext" in sys.modules:
@@ -54,8 +63,8 @@ def run() -> dict:
     return out
 
 
-def strictly(name: str) -> str | None:
-    """What importing `name` raises under SGLANG_AITER_EXT_STRICT=1, from a fork of this process."""
+def strictly(function, *args) -> str | None:
+    """What `function(*args)` raises under SGLANG_AITER_EXT_STRICT=1, in a fork of this process."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -64,7 +73,7 @@ def strictly(name: str) -> str | None:
         os.dup2(nowhere, 1), os.dup2(nowhere, 2)
         said = ""
         try:
-            importlib.import_module(name)
+            function(*args)
         except BaseException as error:
             said = f"{type(error).__name__}: {error}"
         os.write(writing, said.encode())

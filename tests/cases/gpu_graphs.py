@@ -154,7 +154,10 @@ class Graphs:
         for layer_id, tensors in self.inputs.items():
             for tensor in tensors:
                 tensor.copy_(stack._random(*tensor.shape))
-            self.graphed.queries[layer_id] = self.eager.queries[layer_id] = tensors[0][:count].clone()
+            for result in (self.graphed, self.eager):
+                given = result.queries, result.keys, result.values
+                for kept, tensor in zip(given, tensors, strict=True):
+                    kept[layer_id] = tensor[:count].clone()
         return batch
 
     def replay(self, size, requests, grow=None) -> dict:
@@ -168,14 +171,14 @@ class Graphs:
             self.prepare(size, batch)
             self.graphs[size].replay()
         graphed.outputs = {layer_id: out[:count].clone() for layer_id, out in self.outputs[size].items()}
-        python_calls = sum(aiter.CALLS.values()) - calls
+        python_calls, error = sum(aiter.CALLS.values()) - calls, graphed.error()
         with torch.no_grad(), stack.forward_context(batch):
             eager.outputs = {layer_id: out.clone() for layer_id, out in self.layers(batch, count).items()}
         apart = max(
             float((graphed.outputs[i].float() - eager.outputs[i].float()).abs().max() / eager.outputs[i].float().abs().max())
             for i in eager.outputs
         )  # fmt: skip
-        return {"size": size, "lengths": batch.seq_lens.tolist(), "graph": graphed.error(), "eager": eager.error(), "apart": apart,
+        return {"size": size, "lengths": batch.seq_lens.tolist(), "graph": error, "eager": eager.error(), "apart": apart,
                 "aiter_calls_of_the_replay": python_calls, "calls": sum(aiter.CALLS.values()) - calls}  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""Breaks each guard of the capabilities in turn and lists what no test notices: `python tests/mutation.py [PART ...]`.
+"""Breaks each guard of the package in turn and lists what no test notices: `python tests/mutation.py [PART ...]`.
 
-For every `if` test, conditional expression, comprehension filter, boolean operand and comparison in
-`capabilities/*.py` and `layers.py`: the condition made True, made False, or turned round. Works on a copy.
+For every `if` test, conditional expression, comprehension filter, boolean operand and comparison in the
+files of TESTS: the condition made True, made False, or turned round. Works on a copy.
 The tests of the file's guards run in a fork of this process, a second a mutant; none that starts a process does.
 With PART, only mutants whose name contains it. Exits with 1 when an unexplained mutant survives.
 """
@@ -20,26 +20,34 @@ import tempfile
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-#: File -> tests on plain objects and on sources of a few lines.
+PACKAGE = "sglang_aiter_ext"
+#: File of the package -> tests on plain objects and on sources of a few lines.
 TESTS = {
-    "asm_context_prefill.py": ("test_guards_probes.py", "test_guards.py"),
-    "decode_pa.py": ("test_guards_probes.py", "test_guards_decode.py"),
-    "head_ratio.py": ("test_guards_probes.py", "test_guards_wrappers.py"),
-    "gather_reuse.py": ("test_guards_probes.py", "test_guards_wrappers.py"),
-    "v_head_dim.py": ("test_guards_probes.py", "test_guards_wrappers.py"),
+    "capabilities/asm_context_prefill.py": ("test_guards_probes.py", "test_guards.py"),
+    "capabilities/decode_pa.py": ("test_guards_probes.py", "test_guards_decode.py"),
+    "capabilities/head_ratio.py": ("test_guards_probes.py", "test_guards_wrappers.py"),
+    "capabilities/gather_reuse.py": ("test_guards_probes.py", "test_guards_wrappers.py"),
+    "capabilities/v_head_dim.py": ("test_guards_probes.py", "test_guards_wrappers.py"),
     "layers.py": ("test_guards.py",),
+    "installed.py": ("test_guards_core.py",),
+    "capability.py": ("test_guards_core.py",),
+    "settings.py": ("test_settings.py",),
+    "counting.py": ("test_guards_core.py",),
+    "activation.py": ("test_guards_activation.py",),
 }
 OPTIONS = ("-q", "-x", "--tb=no", "--assert=plain", "-p", "no:cacheprovider")
 SECONDS = 60
 #: File and mutant -> why it changes nothing.
 EQUIVALENT = {
     "layers.py no filter: p is not None": "None has no kv_cache_layout",
-    "asm_context_prefill.py always: source is not None": "release.function has raised where there is no such module",
-    "gather_reuse.py operand dropped: source is not None": "release.function has raised where there is no such module",
-    "decode_pa.py always: backend is not None": "release.function has raised where there is no such module",
-    "decode_pa.py operand dropped: model is None": "None has no modules",
-    "decode_pa.py operand dropped: traceback": "the text after none is empty, and no refusal is",
-    "asm_context_prefill.py never: module.is_gfx95_supported is wrapped_check": "the wrapped check answers the same, later",
+    "capabilities/asm_context_prefill.py always: source is not None": "release.function has raised where there is no such module",
+    "capabilities/gather_reuse.py operand dropped: source is not None": "release.function has raised where there is no such module",
+    "capabilities/decode_pa.py always: backend is not None": "release.function has raised where there is no such module",
+    "capabilities/decode_pa.py operand dropped: model is None": "None has no modules",
+    "capabilities/decode_pa.py operand dropped: traceback": "the text after none is empty, and no refusal is",
+    "counting.py always: True": "it is",
+    "activation.py operand dropped: vars(module).get(name) is not value": "what has not changed is set to itself",
+    "capabilities/asm_context_prefill.py never: module.is_gfx95_supported is wrapped_check": "the wrapped check answers the same, later",
 }
 
 
@@ -108,23 +116,23 @@ def main(parts: list[str]) -> int:
     sys.dont_write_bytecode = True
     survivors, total = [], 0
     folder = pathlib.Path(tempfile.mkdtemp(prefix="mutation-"))
-    for name in ("sglang_aiter_ext", "tests"):
+    for name in (PACKAGE, "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "setup.cfg", folder)
+    for name in ("setup.cfg", "README.md"):
+        shutil.copy(ROOT / name, folder)
     for file in TESTS:
         if not passes(folder, file):
             sys.exit(f"the tests of {file} fail without any mutant")
-    package = ROOT / "sglang_aiter_ext"
-    for path in (package / "layers.py", *sorted((package / "capabilities").glob("*.py"))):
-        target = folder / path.relative_to(ROOT)
+    for file in TESTS:
+        path, target = ROOT / PACKAGE / file, folder / PACKAGE / file
         for line, what, tree in mutants(ast.parse(path.read_text())):
-            name = f"{path.name}:{line} {what}"
+            name = f"{file}:{line} {what}"
             if parts and not any(part in name for part in parts):
                 continue
             total += 1
             target.write_text(ast.unparse(tree))
-            if passes(folder, path.name):
-                why = EQUIVALENT.get(f"{path.name} {what}")
+            if passes(folder, file):
+                why = EQUIVALENT.get(f"{file} {what}")
                 survivors += [] if why else [name]
                 print(f"{'equivalent' if why else 'SURVIVES'} {name}" + (f" ({why})" if why else ""), flush=True)
         shutil.copy(path, target)

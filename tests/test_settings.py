@@ -38,9 +38,35 @@ def test_the_disable_list(monkeypatch):
     assert settings.disabled(known) == {"v_head_dim"}
     with pytest.raises(settings.SettingError, match="other is not a capability; use any of decode_pa, v_head_dim"):
         settings.check_disabled(known)
+    monkeypatch.setenv("SGLANG_AITER_EXT_DISABLE", "decode_pa,V_HEAD_DIM")
+    settings.check_disabled(known)
     monkeypatch.setenv("SGLANG_AITER_EXT_DISABLE", "")
     assert settings.disabled(known) == frozenset()
     settings.check_disabled(known)
+
+
+@pytest.mark.parametrize("value, folder", [("/a/b", "/a/b"), (" /a b\n", "/a b"), ("", None), (" ", None)])
+def test_the_state_folder_is_an_absolute_path_or_none(monkeypatch, value, folder):
+    monkeypatch.setenv("SGLANG_AITER_EXT_STATE_DIR", value)
+    assert settings.state_folder() == folder
+    monkeypatch.setenv("SGLANG_AITER_EXT_STATE_DIR", "a/b")
+    with pytest.raises(settings.SettingError, match="SGLANG_AITER_EXT_STATE_DIR='a/b' is not accepted"):
+        settings.state_folder()
+
+
+def test_errors_are_of_each_variable_by_what_it_accepts(monkeypatch):
+    right = {"SGLANG_AITER_EXT_DISABLE": "decode_pa", "SGLANG_AITER_EXT_STATE_DIR": "/a"}
+    for setting in settings.SETTINGS:
+        monkeypatch.setenv(setting.name, right.get(setting.name, "on"))
+    assert settings.errors(("decode_pa",)) == {}
+    for setting in settings.SETTINGS:
+        monkeypatch.setenv(setting.name, "banana")
+    found = settings.errors(("decode_pa",))
+    assert list(found) == [setting.name for setting in settings.SETTINGS]
+    assert all(str(error).startswith(f"{name}='banana' is not accepted: ") for name, error in found.items())
+    assert "is not a capability" in str(found.pop("SGLANG_AITER_EXT_DISABLE"))
+    assert "absolute path" in str(found.pop("SGLANG_AITER_EXT_STATE_DIR"))
+    assert all("use 1/true/yes/on" in str(error) for error in found.values())
 
 
 def test_a_strict_that_cannot_be_read_is_off(monkeypatch):

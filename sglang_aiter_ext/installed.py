@@ -28,7 +28,9 @@ class Release:
         for name in ("_version.py", "version.py"):
             path = self.root / name
             if path.is_file() and (
-                found := re.search(r"version(?:: str)? = ['\"]([^'\"]+)", path.read_text(errors="replace"))
+                found := re.search(
+                    r"^(?:\w+ = )?_*version_*(?:: str)? = ['\"]([^'\"]+)", path.read_text(errors="replace"), re.M
+                )
             ):
                 return found[1]
         return None

@@ -30,7 +30,7 @@ UNBUILT = "try:\n from sglang._version import __version__\nexcept ImportError:\n
 @pytest.mark.parametrize(
     "version, files",
     [
-        (None, {"version.py": UNBUILT}), (None, {}),
+        ("0.5.6", {"version.py": '__version__ = "0.5.6"\n'}), (None, {"version.py": UNBUILT}), (None, {}),
         ("0.5.7", {"_version.py": "version: str\n__version__ = version = '0.5.7'\n", "version.py": UNBUILT}),
         ("1", {"_version.py": "version: str\n", "version.py": "version: str = '1'\n"}),
     ],

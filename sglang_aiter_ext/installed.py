@@ -86,9 +86,14 @@ class Source:
         found = []
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Try):
-                imports = [n for n in node.body if isinstance(n, ast.ImportFrom) and n.module]
-                if any((n.module or "").partition(".")[0] == package for n in imports):
-                    found += [(n.module or "", alias.asname or alias.name) for n in imports for alias in n.names]
+                names = [
+                    ("." * n.level + (n.module or ""), alias.asname or alias.name)
+                    for n in node.body
+                    if isinstance(n, ast.ImportFrom)
+                    for alias in n.names
+                ]
+                if any(module.partition(".")[0] == package for module, _ in names):
+                    found += names
         return found
 
 

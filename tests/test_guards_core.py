@@ -59,12 +59,12 @@ def test_a_function_is_found_by_its_name_in_its_class_and_nothing_else_is(tmp_pa
 def test_optional_imports_are_those_of_a_try_that_imports_the_package(tmp_path):
     text = (
         "from aiter import a\n"
-        "try:\n import aiter\n from aiter.ops import b as c\n from other import d\n from other import e\n"
+        "try:\n import aiter\n from aiter.ops import b as c\n from other import d\n from . import e\n"
         "except ImportError:\n from aiter import f\n"
-        "try:\n from aiterate import h\nexcept ImportError: 0\n"
+        "try:\n from .aiter import g\n from aiterate import h\nexcept ImportError: 0\n"
     )
     source = Source(written(tmp_path, {"m.py": text}) / "m.py")
-    assert source.optional_imports("aiter") == [("aiter.ops", "c"), ("other", "d"), ("other", "e")]
+    assert source.optional_imports("aiter") == [("aiter.ops", "c"), ("other", "d"), (".", "e")]
 
 
 def test_parameters_are_named_without_self_and_with_the_stars_of_a_dict():

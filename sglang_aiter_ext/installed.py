@@ -72,7 +72,8 @@ class Source:
             scope = next(
                 (
                     node
-                    for node in ast.iter_child_nodes(scope)
+                    # The last of two of that name, as Python has it.
+                    for node in reversed(list(ast.iter_child_nodes(scope)))
                     if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == part
                 ),
                 None,

@@ -71,7 +71,7 @@ def holding() -> bool:
 
 def set_up() -> bool:
     """Whether the lines that wait would be logged; a handler alone may be the host program's own."""
-    return logger.hasHandlers() and all(logger.isEnabledFor(level) for level, _ in _held)
+    return logger.hasHandlers() and all(logger.isEnabledFor(level) for level, _ in tuple(_held))
 
 
 def release() -> None:

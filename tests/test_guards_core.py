@@ -233,3 +233,10 @@ def test_a_reason_is_logged_once_after_the_lines_that_wait(lines):
     for reason in ("one", "one", "two"):
         counting.log_once("a", reason, "because of %s", reason)
     assert lines == ["a summary", "a: because of one", "a: because of two"]
+
+
+def test_a_line_may_come_in_while_another_thread_looks_at_those_that_wait(lines, monkeypatch):
+    attach(lines)
+    counting._held.append((logging.INFO, "waits"))
+    monkeypatch.setattr(counting.logger, "isEnabledFor", lambda level: counting._held.append((level, "new")) or True)
+    assert counting.set_up()

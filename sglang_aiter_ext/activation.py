@@ -192,7 +192,7 @@ def _summarise(release: installed.Release) -> None:
 def _install(state: State, module: ModuleType, release: installed.Release, late: bool) -> None:
     capability = state.capability
     # A variable that cannot be read must be said when the backend is built, so that wrapper goes in.
-    wanted = state.enabled or (capability.switch is settings.PA and settings.PA.name in (state.error or ""))
+    wanted = state.enabled or (capability.switch is settings.PA and state.error is not None)
     if not wanted or state.verdict.verdict != APPLY:
         if state.enabled and state.verdict.verdict == UNSUPPORTED:
             message = f"{capability.name} could not be applied: {state.verdict.reason}"

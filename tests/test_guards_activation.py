@@ -168,8 +168,8 @@ def test_a_cause_that_capabilities_and_modules_share_is_said_once(serve):
     assert {row["state"] for row in activation.status()} == {"failed"}
 
 
-def test_only_decode_is_installed_where_its_variable_cannot_be_read(serve):
-    has = [it(switch=ASM, name="asm", targets=BOTH), it(switch=PA, name="pa", targets=BOTH)]
+def test_only_decode_is_installed_where_its_variable_cannot_be_read_and_in_each_target(serve):
+    has = [it(switch=ASM, name="asm", targets=BOTH), it(switch=PA, name="pa", targets=BOTH, raises=ValueError("x"))]
     for module in BOTH:
         serve(has, {PA: "x", ASM: "x"}, module)
     assert [("pa", module) for module in BOTH] == INSTALLED

@@ -232,7 +232,7 @@ def _rebind(before: dict[str, Any], module: ModuleType) -> None:
         if vars(module).get(name) is not value and getattr(value, "__module__", None) == module.__name__
     }
     for other in list(sys.modules.values()):
-        if other is not module and getattr(other, "__name__", "").partition(".")[0] == "sglang":
+        if getattr(other, "__name__", "").partition(".")[0] == "sglang":
             for name, value in changed.items():
                 if vars(other).get(name) is value:
                     setattr(other, name, vars(module)[name])

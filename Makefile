@@ -31,7 +31,7 @@ test-quick:
 test-nightly: environment
 	HYPOTHESIS_PROFILE=nightly $(RUN) -m pytest -n 2 --dist loadgroup tests/test_properties.py
 
-# Which guards no test would miss; ten minutes.
+# Which guards no test would miss; a quarter of an hour.
 mutation: environment
 	$(RUN) tests/mutation.py
 

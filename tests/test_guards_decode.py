@@ -154,6 +154,7 @@ SERVED = {
     "drafts, no mode": (dict(server_args=ARGS(speculative_algorithm="EAGLE")), {}, None),
     "no drafts": (dict(server_args=ARGS(speculative_algorithm=None, speculative_attention_mode="decode")), {}, None),
     "scales of a bf16 cache": (dict(kv_cache_dtype=BF16, model=model(layer(**SCALED))), {}, None),
+    "half the scales of one": (dict(kv_cache_dtype=BF16, model=model(layer(k_scale=torch.ones(1)))), {}, None),
     "scales that prefill applies": (dict(model=model(layer(**SCALED))), {}, Scaling()),
     "scales a router's prefill applies": (dict(model=model(layer(**SCALED))), {}, HybridAttnBackend(prefill_backend=Scaling(), decode_backend=Triton())),
     "sinks elsewhere in a name": (dict(model=model(layer(), names=["sinks.weight"])), {}, None),

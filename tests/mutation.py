@@ -33,7 +33,7 @@ TESTS = {
     "capability.py": ("test_guards_core.py",),
     "settings.py": ("test_settings.py",),
     "counting.py": ("test_guards_core.py",),
-    "activation.py": ("test_guards_activation.py",),
+    "activation.py": ("test_guards_activation.py", "test_guards_wrappers.py"),
 }
 OPTIONS = ("-q", "-x", "--tb=no", "--assert=plain", "-p", "no:cacheprovider")
 SECONDS = 60

@@ -215,6 +215,17 @@ def test_calls_are_counted_by_outcome_and_reason_except_while_they_are_compiled(
     assert counting.snapshot() == {"a": {"paged/why": 2, "asm": 1}}
 
 
+def test_a_call_that_cannot_be_counted_is_one_line_and_under_strict_an_error(lines, monkeypatch):
+    attach(lines)
+    monkeypatch.delenv("SGLANG_AITER_EXT_STRICT", raising=False)
+    for _ in range(2):
+        counting.count("a", ["no key"])
+    assert lines == ["sglang_aiter_ext: calls are not counted: TypeError: unhashable type: 'list'"]
+    monkeypatch.setenv("SGLANG_AITER_EXT_STRICT", "1")
+    with pytest.raises(TypeError):
+        counting.count("a", ["no key"])
+
+
 def test_a_line_of_import_time_waits_for_a_handler_and_for_its_level(lines):
     counting.log_when_set_up(logging.ERROR, "an error")
     assert counting.holding() and not counting.set_up()

@@ -256,9 +256,9 @@ class Scope(threading.local):
 def wrap(module: ModuleType, name: str, wrapper: Wrapper, instead: type[Refusal] | None = None) -> None:
     """Wrap `name` or `Class.name` of `module` with `wrapper(wrapped, instance, args, kwargs)`.
 
-    An error of the wrapper's own leaves the call to SGLang's function, or becomes an `instead`
-    where that one would answer differently, or CouldNotApply under SGLANG_AITER_EXT_STRICT=1. Raises AttributeError where there is no such name,
-    ImportError without a usable wrapt.
+    An error of the wrapper's own leaves the call to SGLang's function; it becomes an `instead` where
+    that one would answer differently, and CouldNotApply under SGLANG_AITER_EXT_STRICT=1. Raises
+    AttributeError where there is no such name, ImportError without a usable wrapt.
     """
     from wrapt import wrap_object
 

@@ -27,11 +27,11 @@ test-quick:
 	$(PYTHON) tests/environment.py --quick
 	$(RUN) -m pytest -n 2 --dist loadgroup -m "not slow" tests
 
-# 10,000 random batches of each kind; hours on two cores.
+# 10,000 random batches of each kind; an hour on two cores.
 test-nightly: environment
 	HYPOTHESIS_PROFILE=nightly $(RUN) -m pytest -n 2 --dist loadgroup tests/test_properties.py
 
-# Which guards no test would miss; a quarter of an hour.
+# Which guards no test would miss; ten minutes.
 mutation: environment
 	$(RUN) tests/mutation.py
 

@@ -52,7 +52,7 @@ def reasons(module: str) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Return, ast.Assign)) and isinstance(node.value, ast.Tuple):
             found.add(getattr(node.value.elts[0], "value", None))
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) == "decline":
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("decline", "failure"):
             found.add(node.args[0].value)  # type: ignore[attr-defined]
     return {word for word in found if isinstance(word, str) and re.fullmatch(r"[a-z0-9_]+", word)}
 

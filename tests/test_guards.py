@@ -1,11 +1,16 @@
 """The decisions of asm_context_prefill one condition at a time, those too that no whole batch here can reach."""
 
+import gc
+import inspect
 import sys
+import weakref
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
+import documentation
+
 from sglang_aiter_ext import activation, counting
 from sglang_aiter_ext.capabilities import asm_context_prefill as asm
 from sglang_aiter_ext.capability import NothingToServe
@@ -138,19 +143,22 @@ def test_a_reason_is_logged_once_with_the_pools_size_and_counted_each_time(monke
     assert caplog.records[-1].levelname != "WARNING"
 
 
-@pytest.mark.parametrize(
-    "reason", ["internal_error", "kernel_error", "out_of_memory", "lengths_mismatch", "table_mismatch"]
-)
+FAULTS = ["internal_error", "kernel_error", "out_of_memory", "lengths_mismatch", "table_mismatch"]
+
+
+@pytest.mark.parametrize("reason", FAULTS)
 def test_strict_mode_raises_what_no_batch_should_meet_and_nothing_else(reason, monkeypatch):
     monkeypatch.setattr(counting, "_counts", {})
     monkeypatch.setenv("SGLANG_AITER_EXT_STRICT", "1")
     with pytest.raises(activation.CouldNotApply, match=rf"^asm_context_prefill: .* \({reason}\): because of this$"):
         asm.report((reason, "because of %s", "this"), backend(), layer(), EXTEND)
-    for other in ("table_ambiguous", "soft_cap", "not_gfx950", "zero_length_request", "graph_capture"):
+    others = documentation.reasons("capabilities/asm_context_prefill.py") - set(FAULTS)
+    assert len(others) > 15
+    for other in others:
         asm.report((other, "because of this"), backend(), layer(), EXTEND)
     monkeypatch.setenv("SGLANG_AITER_EXT_STRICT", "0")
     asm.report((reason, "because of this"), backend(), layer(), EXTEND)
-    assert counting.snapshot()[asm.NAME][f"paged/{reason}"] == 2
+    assert counting.snapshot()[asm.NAME][f"paged/{reason}"] == 1
 
 
 def test_the_kind_of_batch_and_what_comes_with_the_call():
@@ -408,6 +416,48 @@ def test_a_call_that_does_not_fit_keeps_its_batch_on_the_paged_kernel(served):
     found, one = extend_call(*served, on={"table": torch.arange(6, dtype=torch.int32)})
     assert found == "paged" and counted() == {"paged/table_mismatch": 1}
     assert one.forward_metadata._sglang_aiter_ext_plan.decline[0] == "table_mismatch"
+
+
+@pytest.mark.parametrize("error, reason", [(torch.OutOfMemoryError, "out_of_memory"), (RuntimeError, "kernel_error")])
+def test_a_call_that_fails_holds_nothing_of_it_and_in_strict_mode_names_its_cause(error, reason, monkeypatch):
+    module, alive = aiter_module(monkeypatch, "sglang.srt.layers.attention.aiter_backend"), []
+
+    def broken(q, k, v, *args, **kwargs):
+        alive.extend(map(weakref.ref, (q, k, v)))
+        raise error("HIP error")
+
+    broken.__signature__ = inspect.signature(kernel)
+    monkeypatch.setattr(sys.modules["aiter"], asm.KERNEL, broken)
+    monkeypatch.setattr(asm, "asm_calls", lambda release: {False: []})
+    asm.install(module, None)
+    gc.disable()
+    try:
+        # Also while the batch goes on: its other layers, and its metadata.
+        found, one = extend_call(module, False)
+        assert [ref() for ref in alive] == [None] * 3
+    finally:
+        gc.enable()
+    assert found == "paged" and counted() == {f"paged/{reason}": 1}
+    monkeypatch.setenv("SGLANG_AITER_EXT_STRICT", "1")
+    with pytest.raises(activation.CouldNotApply, match=rf"\({reason}\): .*HIP error") as caught:
+        extend_call(module, False)
+    assert isinstance(caught.value.__cause__, error)
+
+
+def test_a_decision_that_fails_is_paged_and_in_strict_mode_an_error_that_names_its_cause(served, monkeypatch):
+    monkeypatch.setattr(asm, "check_layer", lambda *args: {}["none"])
+    assert extend_call(*served)[0] == "paged" and counted() == {"paged/internal_error": 1}
+    monkeypatch.setenv("SGLANG_AITER_EXT_STRICT", "1")
+    with pytest.raises(activation.CouldNotApply, match=r"\(internal_error\): KeyError: 'none'$") as caught:
+        extend_call(*served)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_count_that_fails_after_the_kernel_is_not_the_kernels_error(served, monkeypatch):
+    monkeypatch.setattr(asm, "count", lambda *args: {}["none"])
+    monkeypatch.setenv("SGLANG_AITER_EXT_STRICT", "1")
+    with pytest.raises(activation.CouldNotApply, match="internal error in mha_batch_prefill_func: KeyError: 'none'$"):
+        extend_call(*served)
 
 
 def test_outside_of_forward_extend_everything_is_the_releases_own(served):

@@ -249,17 +249,30 @@ def check_call(layer: Any, plan: Plan, args: Args, kwargs: Kwargs) -> Decline | 
     return None
 
 
+def check_strict(decline: Decline) -> None:
+    """Raises CouldNotApply under SGLANG_AITER_EXT_STRICT=1 for a fault; the error that is being handled is its cause."""
+    reason, message, *arguments = decline
+    if reason in FAULTS and settings.strict():
+        raise activation.CouldNotApply(
+            f"{NAME}: the ASM kernel cannot serve it ({reason}): {message % tuple(arguments)}"
+        ) from sys.exc_info()[1]
+
+
+def failure(reason: str, error: Exception, message: str = "%s: %s", *arguments: Any) -> Decline:
+    """The decline that `error`, which is being handled, stands for; without the error, whose traceback holds tensors."""
+    decline = reason, message, *(arguments or [type(error).__name__]), str(error)
+    check_strict(decline)
+    return decline
+
+
 def report(decline: Decline, backend: Any, layer: Any, batch: Any) -> None:
     """Count a call that the paged kernel serves, and log its reason the first time.
 
     Raises CouldNotApply under SGLANG_AITER_EXT_STRICT=1 where that is a fault.
     """
+    check_strict(decline)
     reason, message, *arguments = decline
     count(NAME, "paged", reason)
-    if reason in FAULTS and settings.strict():
-        raise activation.CouldNotApply(
-            f"{NAME}: the ASM kernel cannot serve it ({reason}): {message % tuple(arguments)}"
-        )
     if not logged(NAME, reason):
         try:
             size = pool_of(backend, batch).get_key_buffer(layer.layer_id).nbytes
@@ -319,7 +332,7 @@ def install(module: ModuleType, release: Release) -> None:
                 plan = plan_for(instance, batch, q.shape[0])
                 decline = plan.decline
         except Exception as error:
-            decline = "internal_error", "%s: %s", type(error).__name__, error
+            decline = failure("internal_error", error)
         if decline is None:
             return _scope.call((instance, q, layer, plan), wrapped, args, kwargs)
         report(decline, instance, layer, batch)
@@ -345,12 +358,13 @@ def install(module: ModuleType, release: Release) -> None:
             decline = check_call(layer, plan, args, kwargs)
             if decline is None:
                 output = attend(q, layer, plan, args, kwargs)
-                count(NAME, "asm")
-                return output
         except out_of_memory as error:
-            decline = "out_of_memory", "no memory for %d gathered tokens: %s", plan.slots.shape[0], error
+            decline = failure("out_of_memory", error, "no memory for %d gathered tokens: %s", plan.slots.shape[0])
         except Exception as error:
-            decline = "kernel_error", "%s: %s", type(error).__name__, error
+            decline = failure("kernel_error", error)
+        if decline is None:
+            count(NAME, "asm")
+            return output
         # All further layers of the batch stay on the paged kernel too.
         plan.decline = decline
         report(decline, backend, layer, plan.batch())

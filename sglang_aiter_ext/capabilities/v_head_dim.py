@@ -38,9 +38,10 @@ def wrapper(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     pool: Any = getattr(runner, "token_to_kv_pool", None)
     if not hasattr(pool, "get_v_head_dim"):
         return wrapped(*args, **kwargs)
-    original, own = pool.get_value_buffer, "get_value_buffer" in vars(pool)
+    original, own, asked = pool.get_value_buffer, "get_value_buffer" in vars(pool), False
 
     def get_value_buffer(layer_id: int) -> Any:
+        nonlocal asked
         try:
             return original(layer_id)
         except ValueError:
@@ -48,18 +49,21 @@ def wrapper(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
                 raise
         import torch
 
-        count(NAME, "asked_pool")
+        asked = True
         return torch.empty((0, pool.get_v_head_dim()), device="meta")
 
     pool.get_value_buffer = get_value_buffer
     try:
-        return wrapped(*args, **kwargs)
+        result = wrapped(*args, **kwargs)
     finally:
         if own:
             pool.get_value_buffer = original
         else:
             # The class's method shows again.
             del pool.get_value_buffer
+    if asked:
+        count(NAME, "asked_pool")
+    return result
 
 
 def install(module: ModuleType, release: Release) -> None:

@@ -16,9 +16,21 @@ def activate() -> None:
     Calling it again, or after another activation route, changes nothing. Under
     SGLANG_AITER_EXT_STRICT=1 raises where a capability could not be applied.
     """
+    import os
+
+    if os.environ.get("SGLANG_AITER_EXT", "").strip().lower() in ("0", "false", "no", "off"):
+        return
     from . import bootstrap
 
     bootstrap.install()
+
+
+def _activate_at_start() -> None:
+    """`activate()` for a host whose own start an error of ours would end."""
+    import contextlib
+
+    with contextlib.suppress(Exception):
+        activate()
 
 
 def status() -> list[dict[str, object]]:

@@ -62,7 +62,7 @@ def _sglang_is_imported() -> None:
         activation.publish()
 
 
-_broken: list[Exception] = []
+_broken: list[str] = []
 
 
 def _activation():
@@ -78,7 +78,7 @@ def _activation():
         if os.environ.get("SGLANG_AITER_EXT_STRICT", "").strip().lower() in ("1", "true", "yes", "on"):
             raise ImportError(message) from error
         if not _broken:
-            _broken.append(error)
+            _broken.append(message)
             try:
                 logging.getLogger("sglang.aiter_ext").error("%s", message)
             except Exception:
@@ -99,8 +99,6 @@ def waiting() -> bool:
 
 def install() -> None:
     """Put the finder first on sys.meta_path, once, and serve targets that are imported already."""
-    if os.environ.get("SGLANG_AITER_EXT", "").strip().lower() in ("0", "false", "no", "off"):
-        return
     if not waiting():
         sys.meta_path.insert(0, TargetFinder())
     if SGLANG in sys.modules:

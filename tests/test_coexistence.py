@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -65,9 +66,9 @@ PARTIES = {
 }  # fmt: skip
 
 
-def launch(party: Party | None, command: list[str], *, order: str = "outside", path=(), **env: str):
-    """`command` under the party's launcher and ours on PYTHONPATH; `order` says where our `run` stands, if anywhere."""
-    entries = [str(ROOT), *map(str, path), *([str(party.folder)] if party else [])]
+def launch(party: Party | None, command: list[str], *, order: str = "outside", path=(), ours=ROOT, **env: str):
+    """`command` under the party's launcher and `ours` on PYTHONPATH; `order` says where our `run` stands, if anywhere."""
+    entries = [str(ours), *map(str, path), *([str(party.folder)] if party else [])]
     launcher = party.launcher() if party else []
     full = {
         "outside": [*launcher, *command],
@@ -116,15 +117,31 @@ def test_both_are_active_in_a_process_and_in_those_it_starts(name, order, tmp_pa
     assert all(module == "sitecustomize" and file in places for *_, module, file in seen)
 
 
-@pytest.mark.parametrize("order", ["outside", "run outside"])
-def test_opentelemetry_starts_an_installed_package_itself(order, tmp_path):
+@pytest.fixture
+def found_by_opentelemetry(tmp_path):
+    """A folder with the metadata that an installed package has for it."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     group = "opentelemetry_pre_instrument"
     name, _, value = config["options.entry_points"][group].strip().partition(" = ")
-    distribution(tmp_path, name, value, group)
-    seen, stderr = show(PARTIES["opentelemetry-instrument"], tmp_path, order, path=[tmp_path])
+    distribution(tmp_path / "site", name, value, group)
+    return tmp_path / "site"
+
+
+@pytest.mark.parametrize("order", ["outside", "run outside"])
+def test_opentelemetry_starts_an_installed_package_itself(order, found_by_opentelemetry, tmp_path):
+    seen, stderr = show(PARTIES["opentelemetry-instrument"], tmp_path, order, path=[found_by_opentelemetry])
     assert [(ours, theirs) for ours, theirs, *_ in seen] == [(1, True)] * 2
+    assert stderr == ""
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_a_broken_package_does_opentelemetry_no_harm(switch, found_by_opentelemetry, tmp_path):
+    shutil.copytree(ROOT / "sglang_aiter_ext", found_by_opentelemetry / "sglang_aiter_ext")
+    (found_by_opentelemetry / "sglang_aiter_ext" / "bootstrap.py").write_text("raise RuntimeError('broken')")
+    party = PARTIES["opentelemetry-instrument"]
+    seen, stderr = show(party, tmp_path, "outside", ours=found_by_opentelemetry, SGLANG_AITER_EXT=switch)
+    assert [(ours, theirs) for ours, theirs, *_ in seen] == [(0, True)] * 2
     assert stderr == ""
 
 

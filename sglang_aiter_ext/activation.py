@@ -57,8 +57,8 @@ class State:
 
 
 _lock = threading.RLock()
-#: Survives a reload of this module: what is wrapped stays wrapped.
-_served: weakref.WeakSet[ModuleType] = globals().get("_served", weakref.WeakSet())
+#: Module -> what strict mode said of it. Survives a reload of this module: what is wrapped stays wrapped.
+_served: weakref.WeakKeyDictionary[ModuleType, str | None] = globals().get("_served", weakref.WeakKeyDictionary())
 _reported: set[str] = set()
 
 
@@ -124,8 +124,14 @@ def on_import(module: ModuleType, fresh: bool) -> None:
     """
     with _contained():
         if fresh or module not in _served:
-            _served.add(module)
-            _serve(module, late=not fresh)
+            _served[module] = None
+            try:
+                _serve(module, late=not fresh)
+            except Exception as error:
+                _served[module] = str(error)
+                raise
+        elif (said := _served[module]) is not None and settings.strict():
+            raise CouldNotApply(said)
     publish()
 
 

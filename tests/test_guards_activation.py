@@ -160,6 +160,15 @@ def test_a_module_is_served_each_time_it_is_executed_and_once_where_it_is_found(
         INSTALLED.clear()
 
 
+def test_strict_mode_says_each_time_that_a_module_was_not_served(serve):
+    module = ModuleType("sglang.m")
+    for _ in range(2):
+        with pytest.raises(CouldNotApply, match=f"^{FAILED}ValueError: x$"):
+            serve([it(raises=ValueError("x"))], {STRICT: "1"}, module, fresh=False)
+    assert len(INSTALLED) == 1
+    serve([it()], {STRICT: "0"}, module, fresh=False)
+
+
 def test_a_cause_that_capabilities_and_modules_share_is_said_once(serve):
     has = [it(name=name, targets=BOTH, raises=ValueError(text)) for name, text in (("a", "x"), ("b", "x"), ("c", "y"))]
     for module in BOTH:

@@ -291,10 +291,9 @@ def execute(setup: Setup, command: list[str], **options) -> subprocess.Completed
     )
 
 
-def case(setup: Setup, targets: int, attend: bool, strict: bool = False) -> tuple[dict, str]:
+def case(setup: Setup, targets: int, attend: bool) -> tuple[dict, str]:
     """The result of cases/faults.py and what it wrote to stderr; stdout holds nothing else."""
-    wanted = {"inside": setup.inside, "targets": targets, "attend": attend, "strict": strict}
-    setup.env["FAULT"] = json.dumps(wanted)
+    setup.env["FAULT"] = json.dumps({"inside": setup.inside, "targets": targets, "attend": attend})
     done = execute(setup, [sys.executable, str(TESTS / "child.py"), "faults:run"])
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if line != SGLANG_SAYS]
@@ -316,10 +315,10 @@ def nameless(line: str) -> str:
 
 def described(phase: dict, before: dict) -> str:
     """`as without it`, `exact`, or the error and whose it is."""
-    if phase == before:
-        return "as without it"
     if "raised" in phase:
         return ("" if phase["ours"] else "SGLang's ") + phase["raised"]
+    if phase == before:
+        return "as without it"
     # The harness cannot run every phase of every release without us.
     without = before.get("outputs", [None] * len(phase["outputs"]))
     served = [error for error, *same in zip(phase["errors"], phase["outputs"], without) if len(set(same)) == 2]
@@ -353,19 +352,22 @@ def attend(row: Row, tmp: pathlib.Path) -> Seen:
     setup = Setup(tmp, row.release)
     row.fault(setup)
     before, _ = plain(row.release)
-    out, stderr = case(setup, 3, True, strict=not row.strict.startswith("-"))
+    out, stderr = case(setup, 3, True)
     for path, depth in out["wrapped"].items():
         # asm_context_prefill and head_ratio both wrap forward_extend in 0.5.17 and 0.5.18.
         assert depth <= (2 if path.endswith("forward_extend") else 1), out["wrapped"]
     phases = {name: shown(setup, described(out[name], before[name])) for name in ("prefill", "decode")}
     words = set(phases.values())
     result = words.pop() if len(words) == 1 else f"prefill {phases['prefill']}, decode {phases['decode']}"
-    return Seen(result, our_line(setup, stderr), strict_error(setup, out))
+    return Seen(result, our_line(setup, stderr), strict_error(row, setup, out))
 
 
-def strict_error(setup: Setup, out: dict) -> str:
-    """What strict mode raises, unless SGLang raises it without us too."""
-    return "" if out["strict"] == out.get("import") else shown(setup, out["strict"])
+def strict_error(row: Row, setup: Setup, out: dict) -> str:
+    """What strict mode raises; nothing where none is expected and SGLang raises the same without it."""
+    sglangs = [out.get("import")]
+    if row.strict.startswith("-"):
+        sglangs += [out[phase].get("raised") for phase in ("prefill", "decode") if phase in out]
+    return "" if out["strict"] in sglangs else shown(setup, out["strict"] or "")
 
 
 def imports(row: Row, tmp: pathlib.Path) -> Seen:
@@ -379,7 +381,7 @@ def imports(row: Row, tmp: pathlib.Path) -> Seen:
         result = f"SGLang's {out['import']}"
     else:
         result = "wrapped" if any(out["wrapped"].values()) else "as without it"
-    return Seen(shown(setup, result), our_line(setup, stderr), strict_error(setup, out))
+    return Seen(shown(setup, result), our_line(setup, stderr), strict_error(row, setup, out))
 
 
 #: Imports SGLang's first target as a server does, and says whether its function is wrapped.
@@ -548,6 +550,7 @@ REFUSED = "InternalError: SGLANG_USE_AITER_PA=1 is not served: internal error in
 NOT_SERVED = "CouldNotApply: asm_context_prefill: the ASM kernel cannot serve it ({}): *"
 SGLANGS = "- SGLang's own import fails, as it does without the extension"
 NO_PATH = "- Python was told to leave PYTHONPATH or site alone: nothing of ours runs"
+NO_LAYER_0 = "prefill SGLang's ValueError: layer_id=0 not in full attention layers*, decode as without it"
 APPLIED = "CouldNotApply: {} could not be applied*"
 ACCEPTED = "use 1/true/yes/on or 0/false/no/off, in any case"
 
@@ -573,6 +576,7 @@ ROWS = [
     Row("wrapt 1.16.0", package("wrapt", "1.16.0"), "exact", strict=WORKS),
     Row("wrapt 2.0.1", package("wrapt", "2.0.1"), "exact", strict=WORKS),
     Row("no fault at all, wrapt 2.5.2", nothing, "exact", strict=WORKS),
+    Row("no fault at all, SGLANG_AITER_EXT_STRICT=1", variable("SGLANG_AITER_EXT_STRICT", "1"), "exact", strict=WORKS),
     # our own code
     Row("our package unreadable", unreadable, "as without it", strict=SILENT, run=starts(), quick=True),
     Row("our bootstrap raises", ours_has("bootstrap.py", "raise RuntimeError('injected')"), "as without it", strict=SILENT, run=starts()),
@@ -595,7 +599,7 @@ ROWS = [
           ("asm_context_prefill", "prefill as without it, decode exact", RELEASE),
           ("head_ratio", "exact", "0.5.18"),
           ("gather_reuse", "prefill as without it, decode exact", "0.5.19"),
-          ("v_head_dim", "as without it", "0.5.9", variable("SGLANG_USE_AITER_PA", "0"), variable("SGLANG_AITER_ASM_CONTEXT_PREFILL", "0")))),
+          ("v_head_dim", NO_LAYER_0, "0.5.9", variable("SGLANG_USE_AITER_PA", "0"), variable("SGLANG_AITER_ASM_CONTEXT_PREFILL", "0")))),
     *(Row(f"{function} of {name} raises", raises_in(name, function), result, GOES_ON, ONE_CALL.format(name), release=release)
       for name, function, result, release in (
           ("asm_context_prefill", "forward_extend", "prefill as without it, decode exact", RELEASE),
@@ -604,7 +608,10 @@ ROWS = [
           ("head_ratio", "forward_extend", "exact", "0.5.18"),
           ("gather_reuse", "forward_extend", "prefill as without it, decode exact", "0.5.19"),
           ("gather_reuse", "gather_indices", "prefill as without it, decode exact", "0.5.19"))),
-    Row("wrapper of v_head_dim raises", both(raises_in("v_head_dim", "wrapper"), variable("SGLANG_USE_AITER_PA", "0"), variable("SGLANG_AITER_ASM_CONTEXT_PREFILL", "0")), "as without it", GOES_ON, ONE_CALL.format("v_head_dim"), release="0.5.9"),
+    Row("wrapper of v_head_dim raises", both(raises_in("v_head_dim", "wrapper"), variable("SGLANG_USE_AITER_PA", "0"), variable("SGLANG_AITER_ASM_CONTEXT_PREFILL", "0")), NO_LAYER_0, GOES_ON, ONE_CALL.format("v_head_dim"), release="0.5.9"),
+    Row("forward_extend of head_ratio raises, where the ASM kernel lacks the ratio",
+        both(raises_in("head_ratio", "forward_extend"), inside("a ratio that the ASM kernel lacks"), variable("SGLANG_AITER_EXT_DISABLE", "asm_context_prefill")),
+        "prefill SGLang's *, decode exact", GOES_ON, ONE_CALL.format("head_ratio"), release="0.5.18"),
     *(Row(f"{function} of decode_pa raises", raises_in("decode_pa", function),
           f"{prefill}{REFUSED}", strict=REFUSED) for function, prefill in (("build", ""), ("forward_decode", "prefill exact, decode "), ("decode_kernel", "prefill exact, decode "))),
     Row("the counter raises", inside("the counter raises"), "exact", "sglang_aiter_ext: calls are not counted: MemoryError: no room to count", "CouldNotApply: asm_context_prefill: internal error in *: MemoryError: no room to count"),
@@ -743,6 +750,7 @@ def test_a_fault_does_and_says_what_its_row_says(row, tmp_path):
 
 def test_the_document_has_every_row_and_no_other():
     assert len({row.name for row in ROWS}) == len(ROWS) >= 60
+    assert f"[{len(ROWS)} faults](docs/faults.md)" in (ROOT / "README.md").read_text()
     start, _, table = DOCS.read_text().partition("| --- | --- | --- | --- |\n")
     assert start + "| --- | --- | --- | --- |\n" == HEADER
     assert [line.split(" | ")[0] for line in table.splitlines()] == [f"| {row.name}" for row in ROWS]

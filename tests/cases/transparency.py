@@ -216,7 +216,8 @@ def compiled() -> dict:
         for _ in range(5):
             batch = stack._forward_batch([1, 2], lengths, properties.harness_mode(mode))
             q, k, v = (stack._random(sum(lengths), n * 256) for n in (stack.q_heads, 1, 1))
-            result = harness.Result(stack, batch, [1, 2], lengths, queries={layer.layer_id: q})
+            given = ({layer.layer_id: x.clone()} for x in (q, k, v))
+            result = harness.Result(stack, batch, [1, 2], lengths, *given)
             with torch.no_grad(), stack.forward_context(batch), Trace() as trace:
                 result.outputs[layer.layer_id] = step(q, k, v, batch) / 2
             counted = dynamo.utils.counters

@@ -14,6 +14,7 @@ import documentation
 from sglang_aiter_ext import activation, counting
 from sglang_aiter_ext.capabilities import asm_context_prefill as asm
 from sglang_aiter_ext.capability import NothingToServe
+from sglang_aiter_ext.kernels import gather_kv
 from sglang_aiter_ext.layers import is_vectorized_5d, unit_scales
 
 FP8 = torch.float8_e4m3fn
@@ -412,7 +413,8 @@ def test_another_gpu_is_paged_whenever_it_is_known(served, monkeypatch, prefix):
     assert extend_call(module, own, prefix)[0] == "paged" and counted() == {"paged/not_gfx950": 1}
 
 
-def test_a_call_that_does_not_fit_keeps_its_batch_on_the_paged_kernel(served):
+def test_a_call_that_does_not_fit_keeps_its_batch_on_the_paged_kernel(served, monkeypatch):
+    monkeypatch.setattr(gather_kv, "gather_kv", lambda *args: pytest.fail("K and V were gathered"))
     found, one = extend_call(*served, on={"table": torch.arange(6, dtype=torch.int32)})
     assert found == "paged" and counted() == {"paged/table_mismatch": 1}
     assert one.forward_metadata._sglang_aiter_ext_plan.decline[0] == "table_mismatch"

@@ -258,9 +258,9 @@ def check_strict(decline: Decline) -> None:
         ) from sys.exc_info()[1]
 
 
-def failure(reason: str, error: Exception, message: str = "%s: %s", *arguments: Any) -> Decline:
-    """The decline that `error`, which is being handled, stands for; without the error, whose traceback holds tensors."""
-    decline = reason, message, *(arguments or [type(error).__name__]), str(error)
+def failure(reason: str, message: str, *arguments: Any) -> Decline:
+    """The decline for the error being handled. Arguments are kept as text: an error's traceback holds tensors."""
+    decline = reason, message, *map(str, arguments)
     check_strict(decline)
     return decline
 
@@ -332,7 +332,7 @@ def install(module: ModuleType, release: Release) -> None:
                 plan = plan_for(instance, batch, q.shape[0])
                 decline = plan.decline
         except Exception as error:
-            decline = failure("internal_error", error)
+            decline = failure("internal_error", "%s: %s", type(error).__name__, error)
         if decline is None:
             return _scope.call((instance, q, layer, plan), wrapped, args, kwargs)
         report(decline, instance, layer, batch)
@@ -359,9 +359,9 @@ def install(module: ModuleType, release: Release) -> None:
             if decline is None:
                 output = attend(q, layer, plan, args, kwargs)
         except out_of_memory as error:
-            decline = failure("out_of_memory", error, "no memory for %d gathered tokens: %s", plan.slots.shape[0])
+            decline = failure("out_of_memory", "no memory for %s gathered tokens: %s", plan.slots.shape[0], error)
         except Exception as error:
-            decline = failure("kernel_error", error)
+            decline = failure("kernel_error", "%s: %s", type(error).__name__, error)
         if decline is None:
             count(NAME, "asm")
             return output

@@ -31,6 +31,25 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
+def nothing_counted(monkeypatch):
+    """This process has counted and logged nothing yet."""
+    from sglang_aiter_ext import counting
+
+    monkeypatch.setattr(counting, "_counts", {})
+    monkeypatch.setattr(counting, "_logged", set())
+
+
+def written(folder, files):
+    """`folder`, with these files in it: a path inside of it -> its text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+@pytest.fixture
 def exact():
     return EXACT
 

@@ -44,7 +44,6 @@ EQUIVALENT = {
     "capabilities/gather_reuse.py operand dropped: source is not None": "release.function has raised where there is no such module",
     "capabilities/decode_pa.py always: backend is not None": "release.function has raised where there is no such module",
     "capabilities/decode_pa.py operand dropped: model is None": "None has no modules",
-    "capabilities/decode_pa.py operand dropped: traceback": "the text after none is empty, and no refusal is",
     "counting.py always: True": "it is",
     "activation.py operand dropped: vars(module).get(name) is not value": "what has not changed is set to itself",
     "capabilities/asm_context_prefill.py never: module.is_gfx95_supported is wrapped_check": "the wrapped check answers the same, later",

@@ -17,6 +17,7 @@ from sglang_aiter_ext.capability import NothingToServe
 from sglang_aiter_ext.kernels import gather_kv
 from sglang_aiter_ext.layers import is_vectorized_5d, unit_scales
 
+pytestmark = pytest.mark.usefixtures("nothing_counted")
 FP8 = torch.float8_e4m3fn
 
 
@@ -118,9 +119,7 @@ def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch):
         assert reason(plan([4], [2], metadata={"kv_indices": table})) == ("graph_capture" if capturing else None)
 
 
-def test_a_reason_is_logged_once_with_the_pools_size_and_counted_each_time(monkeypatch, caplog):
-    monkeypatch.setattr(counting, "_counts", {})
-    monkeypatch.setattr(counting, "_logged", set())
+def test_a_reason_is_logged_once_with_the_pools_size_and_counted_each_time(caplog):
     caplog.set_level("INFO", logger=counting.logger.name)
     asked = []
 
@@ -149,7 +148,6 @@ FAULTS = ["internal_error", "kernel_error", "out_of_memory", "lengths_mismatch",
 
 @pytest.mark.parametrize("reason", FAULTS)
 def test_strict_mode_raises_what_no_batch_should_meet_and_nothing_else(reason, monkeypatch):
-    monkeypatch.setattr(counting, "_counts", {})
     monkeypatch.setenv("SGLANG_AITER_EXT_STRICT", "1")
     with pytest.raises(activation.CouldNotApply, match=rf"^asm_context_prefill: .* \({reason}\): because of this$"):
         asm.report((reason, "because of %s", "this"), backend(), layer(), EXTEND)
@@ -318,8 +316,6 @@ def aiter_module(monkeypatch, name, **attributes):
     aiter = ModuleType("aiter")
     aiter.__dict__.update({"__file__": "aiter", asm.KERNEL: kernel, asm.PAGED: paged})
     monkeypatch.setitem(sys.modules, "aiter", aiter)
-    monkeypatch.setattr(counting, "_counts", {})
-    monkeypatch.setattr(counting, "_logged", set())
     module = ModuleType(name)
 
     class AiterAttnBackend(SimpleNamespace):

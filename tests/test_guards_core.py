@@ -7,20 +7,12 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from conftest import written
 
 from sglang_aiter_ext import counting, installed
 from sglang_aiter_ext.capabilities import CAPABILITIES
 from sglang_aiter_ext.capability import Needs, Unsupported, Verdict
 from sglang_aiter_ext.installed import Release, Source
-
-
-def written(folder, files):
-    folder.mkdir(exist_ok=True)
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
-
 
 # ---- installed ----
 
@@ -192,12 +184,11 @@ def test_a_verdict_is_the_probes_once_all_that_is_needed_is_there(tmp_path):
 
 
 @pytest.fixture
-def lines(monkeypatch):
+def lines(nothing_counted, monkeypatch):
     """Lists what is logged once its handler is attached; logging is not set up yet."""
-    fresh = dict(_counts={}, _logged=set(), _held=type(counting._held)())
-    fresh["logger"] = logging.Manager(logging.RootLogger(logging.WARNING)).getLogger("alone")
-    for name, value in fresh.items():
-        monkeypatch.setattr(counting, name, value)
+    monkeypatch.setattr(counting, "_held", type(counting._held)())
+    alone = logging.Manager(logging.RootLogger(logging.WARNING)).getLogger("alone")
+    monkeypatch.setattr(counting, "logger", alone)
     return []
 
 

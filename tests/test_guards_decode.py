@@ -54,9 +54,7 @@ class RadixAttention(Thing):
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    monkeypatch.setattr(counting, "_counts", {})
-    monkeypatch.setattr(counting, "_logged", set())
+def fresh(nothing_counted, monkeypatch):
     for name in ("SGLANG_USE_AITER_UNIFIED_ATTN", "SGLANG_AITER_EXT_STRICT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SGLANG_USE_AITER_PA", "1")

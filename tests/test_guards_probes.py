@@ -1,6 +1,7 @@
 """What each probe says of a release, one condition at a time, on sources of a few lines."""
 
 import pytest
+from conftest import written
 
 from sglang_aiter_ext.capabilities import CAPABILITIES, decode_pa
 from sglang_aiter_ext.capability import Unsupported
@@ -9,15 +10,11 @@ from sglang_aiter_ext.installed import Release
 PROBES = {capability.name: capability.probe for capability in CAPABILITIES}
 
 
-def written(folder, **modules):
+def release_of(folder, **modules):
     """A release of the modules given, each by the last part of its name."""
     places = {module.rpartition(".")[2]: module for module in (decode_pa.REGISTRY, decode_pa.LINEAR, decode_pa.BACKEND)}
     places["model_runner"] = "srt.model_executor.model_runner"
-    for name, text in modules.items():
-        path = folder.joinpath(*places[name].split(".")).with_suffix(".py")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return Release(folder)
+    return Release(written(folder, {places[n].replace(".", "/") + ".py": text for n, text in modules.items()}))
 
 
 def said(name, release):
@@ -77,7 +74,7 @@ def test_each_condition_of_forward_extend(tmp_path, case):
     before, after = (*around, "", "")[:2]
     body = "".join(f"\n  {line}" for line in lines)
     text = f"{before}class AiterAttnBackend:\n def forward_extend(self, forward_batch):{body}{after}\n"
-    found, reason = said(name, written(tmp_path, aiter_backend=text))
+    found, reason = said(name, release_of(tmp_path, aiter_backend=text))
     assert found == verdict and words in reason
 
 
@@ -90,7 +87,7 @@ INIT = {
 
 @pytest.mark.parametrize("line", INIT)
 def test_each_way_to_the_width_of_the_values(tmp_path, line):
-    release = written(tmp_path, aiter_backend=f"class AiterAttnBackend:\n def __init__(self):\n  {line}\n")
+    release = release_of(tmp_path, aiter_backend=f"class AiterAttnBackend:\n def __init__(self):\n  {line}\n")
     assert said("v_head_dim", release)[0] == INIT[line]
 
 
@@ -118,7 +115,7 @@ SIDES = "HybridAttnBackend(model_runner=x, decode_backend=y._get_attention_backe
 def facts(folder, before="", after="", runner=None, linear=LINEAR):
     assert before in DECODE
     sources = dict(aiter_backend=DECODE.replace(before, after), hybrid_linear_attn_backend=linear)
-    return decode_pa.Facts(written(folder, **sources, **({"model_runner": runner} if runner else {})))
+    return decode_pa.Facts(release_of(folder, **sources, **({"model_runner": runner} if runner else {})))
 
 
 def test_the_facts_of_a_release(tmp_path):
@@ -171,7 +168,7 @@ def test_the_sides_of_a_router_are_wrapped_one_by_one_in_a_known_order(tmp_path)
 
 def test_a_registry_that_reads_the_variable_is_upstream(tmp_path):
     sources = dict(aiter_backend=DECODE, hybrid_linear_attn_backend=LINEAR)
-    assert said("decode_pa", written(tmp_path, **sources))[0] == "apply"
-    assert said("decode_pa", written(tmp_path, **sources, attention_registry="other = 'SGLANG'"))[0] == "apply"
-    release = written(tmp_path, attention_registry="get_bool_env_var('SGLANG_USE_AITER_PA')")
+    assert said("decode_pa", release_of(tmp_path, **sources))[0] == "apply"
+    assert said("decode_pa", release_of(tmp_path, **sources, attention_registry="other = 'SGLANG'"))[0] == "apply"
+    release = release_of(tmp_path, attention_registry="get_bool_env_var('SGLANG_USE_AITER_PA')")
     assert said("decode_pa", release)[0] == "upstream"

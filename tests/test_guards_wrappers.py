@@ -8,15 +8,11 @@ torch = pytest.importorskip("torch")
 from sglang_aiter_ext import activation, counting
 from sglang_aiter_ext.capabilities import gather_reuse, head_ratio, v_head_dim
 
+pytestmark = pytest.mark.usefixtures("nothing_counted")
+
 
 class Batch(SimpleNamespace):
     """What a ForwardBatch says of itself."""
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    monkeypatch.setattr(counting, "_counts", {})
-    monkeypatch.setattr(counting, "_logged", set())
 
 
 @pytest.mark.parametrize("heads, mla, kept_out", [(24, False, True), (24, True, False), (16, False, False)])

@@ -4,11 +4,11 @@ RUN = .venv/bin/python
 
 .PHONY: demo lint test coverage test-quick test-nightly mutation test-gpu bench environment clean
 demo:
-	$(PYTHON) tests/environment.py 0.5.18
-	$(RUN) tests/demo.py
+	$(PYTHON) tests/kit/environment.py 0.5.18
+	$(RUN) tests/kit/demo.py
 
 lint:
-	$(PYTHON) tests/environment.py --quick
+	$(PYTHON) tests/kit/environment.py --quick
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
@@ -24,28 +24,28 @@ coverage: environment
 	$(RUN) -m coverage report --rcfile=setup.cfg --fail-under=95
 
 test-quick:
-	$(PYTHON) tests/environment.py --quick
+	$(PYTHON) tests/kit/environment.py --quick
 	$(RUN) -m pytest -n 2 --dist loadgroup -m "not slow" tests
 
 # 10,000 random batches of each kind; an hour on two cores.
 test-nightly: environment
-	HYPOTHESIS_PROFILE=nightly $(RUN) -m pytest -n 2 --dist loadgroup tests/test_properties.py
+	HYPOTHESIS_PROFILE=nightly $(RUN) -m pytest -n 2 --dist loadgroup tests/behaviour/test_properties.py
 
 # Which guards no test would miss; ten minutes.
 mutation: environment
-	$(RUN) tests/mutation.py
+	$(RUN) tests/kit/mutation.py
 
 # On a machine with a GPU, in a Python that has torch, triton, wrapt, pytest and pytest-xdist. SGLang's own code
 # runs too, where releases lie in $SGLANG_AITER_EXT_CACHE/cp312/sglang-RELEASE (cp311 for Python 3.11), as
-# tests/environment.py installs them, and this Python has what they need on a GPU. What is not there is skipped by name.
+# tests/kit/environment.py installs them, and this Python has what they need on a GPU. What is not there is skipped by name.
 test-gpu:
-	$(PYTHON) -m pytest -n $(JOBS) --dist loadgroup -m gpu tests/test_gpu*.py
+	$(PYTHON) -m pytest -n $(JOBS) --dist loadgroup -m gpu tests/gpu
 
 bench:
 	$(PYTHON) -m bench
 
 environment:
-	$(PYTHON) tests/environment.py
+	$(PYTHON) tests/kit/environment.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache

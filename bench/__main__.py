@@ -26,7 +26,7 @@ def main() -> int:
     unknown = [name for name in options.case if name not in CASES]
     if unknown:
         parser.error(f"{unknown[0]!r} is not a case: use any of {', '.join(CASES)}")
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "kit")]
     results = {}
     for name in options.case or CASES:
         module = importlib.import_module(f"bench.{CASES[name]}")

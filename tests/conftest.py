@@ -6,7 +6,7 @@ import sys
 import pytest
 
 TESTS = pathlib.Path(__file__).resolve().parent
-for path in (TESTS.parent, TESTS):
+for path in (TESTS.parent, TESTS / "kit", TESTS / "kit" / "server"):
     if str(path) not in sys.path:
         sys.path.insert(0, str(path))
 

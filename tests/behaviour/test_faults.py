@@ -294,7 +294,7 @@ def execute(setup: Setup, command: list[str], **options) -> subprocess.Completed
 def case(setup: Setup, targets: int, attend: bool) -> tuple[dict, str]:
     """The result of cases/faults.py and what it wrote to stderr; stdout holds nothing else."""
     setup.env["FAULT"] = json.dumps({"inside": setup.inside, "targets": targets, "attend": attend})
-    done = execute(setup, [sys.executable, str(TESTS / "child.py"), "faults:run"])
+    done = execute(setup, [sys.executable, str(child.KIT / "child.py"), "faults:run"])
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if line != SGLANG_SAYS]
     assert len(lines) == 1 and lines[0].startswith(child.MARK), done.stdout
@@ -329,7 +329,7 @@ def described(phase: dict, before: dict) -> str:
 
 def shown(setup: Setup, text: str) -> str:
     """`text` without what differs from machine to machine."""
-    for place in (setup.tmp, TESTS, ROOT, environment.place("sglang", setup.release), environment.CACHE):
+    for place in (setup.tmp, child.KIT, TESTS, ROOT, environment.place("sglang", setup.release), environment.CACHE):
         text = text.replace(str(place), "…")
     text = re.sub(r"states/[\w.-]+\.json", "states/….json", text)
     return " ".join(text.split()).replace("|", "\\|")
@@ -399,7 +399,7 @@ def program(setup: Setup, source: str = PROGRAM) -> str:
     import site
 
     return source.format(
-        stand_ins=[str(TESTS)],
+        stand_ins=[str(child.KIT)],
         path=[*map(str, filter(None, setup.path().split(os.pathsep)[len(setup.ours) :])), *site.getsitepackages()],
     )
 
@@ -448,7 +448,7 @@ def server_help(row: Row, tmp: pathlib.Path) -> Seen:
     # SGLang imports torchvision, which has a stand-in here.
     code = "import stand_ins, runpy; runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
     for ours, strict in (([ROOT], "0"), ([ROOT], "1"), ([], "0")):
-        setup = Setup(tmp, row.release, ours=[*ours, TESTS])
+        setup = Setup(tmp, row.release, ours=[*ours, child.KIT])
         setup.env["SGLANG_AITER_EXT_STRICT"] = strict
         setup.env["PYTHONHASHSEED"] = "0"  # its help shows sets
         done = execute(setup, [sys.executable, "-c", code, "--help"])
@@ -701,7 +701,7 @@ ROWS = [
 
 HEADER = """# Faults
 
-What happens when something goes wrong, one fault a row, as `tests/test_faults.py` saw it: each row is a fresh process
+What happens when something goes wrong, one fault a row, as `tests/behaviour/test_faults.py` saw it: each row is a fresh process
 on a released SGLang with the extension on PYTHONPATH and `SGLANG_USE_AITER_PA=1`. This file is generated: each run
 writes what it saw to `build/faults.md`, and a row that differs from its line here fails. After
 `make test`, `cp build/faults.md docs/faults.md` brings it up to date.

@@ -157,7 +157,7 @@ def late() -> dict:
     except ImportError:
         import sglang.srt.model_executor.model_runner as user
     before = user.attn_backend_wrapper
-    sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))
+    sys.path.append(str(pathlib.Path(__file__).resolve().parents[3]))
     import sglang_aiter_ext
 
     for _ in range(3):

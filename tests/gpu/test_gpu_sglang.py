@@ -1,6 +1,6 @@
 """SGLang's attention code on a GPU: decode in graphs, memory, and SGLang's own attention tests.
 
-Each release lies in $SGLANG_AITER_EXT_CACHE/cpXY/sglang-RELEASE, where tests/environment.py
+Each release lies in $SGLANG_AITER_EXT_CACHE/cpXY/sglang-RELEASE, where tests/kit/environment.py
 installs it; what a release needs to run on this GPU is in this Python.
 """
 
@@ -36,7 +36,7 @@ def on_gpu(release, case, extension=True, backends=""):
         pytest.skip(f"there is no SGLang {release} in {place}")
     path = [str(environment.ROOT)] * extension + [str(place), str(child.TESTS / "reference")]
     env = child.clean_environment(PYTHONPATH=os.pathsep.join(path), SGLANG_USE_AITER_PA="1", KIT_BACKENDS=backends)
-    command = [sys.executable, str(child.TESTS / "child.py"), case]
+    command = [sys.executable, str(child.KIT / "child.py"), case]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=550, cwd="/")
     lines = [line for line in done.stdout.splitlines() if line.startswith(child.MARK)]
     assert done.returncode == 0 and lines, f"{case} on {release}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"

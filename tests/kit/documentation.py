@@ -1,4 +1,4 @@
-"""What the documents under docs/ take from the source: `python tests/documentation.py` writes the generated tables."""
+"""What the documents under docs/ take from the source: `python tests/kit/documentation.py` writes the generated tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_aiter_ext.settings import DISABLE  # noqa: E402
 PACKAGE = environment.ROOT / "sglang_aiter_ext"
 CAPABILITIES_PAGE = environment.ROOT / "docs" / "capabilities.md"
 #: The generated table of a capability lies between these.
-PLACE = re.compile(r"(<!-- (\w+): written by tests/documentation.py -->\n)(.*?)(<!-- end -->\n)", re.S)
+PLACE = re.compile(r"(<!-- (\w+): written by tests/kit/documentation.py -->\n)(.*?)(<!-- end -->\n)", re.S)
 
 
 def table(name: str) -> str:

@@ -16,7 +16,8 @@ import sys
 
 import environment
 
-TESTS = pathlib.Path(__file__).resolve().parent
+KIT = pathlib.Path(__file__).resolve().parent
+TESTS = KIT.parent
 MARK = "RESULT "
 
 
@@ -49,7 +50,7 @@ def launch(release: str, case: str, *, extension=True, aiter="reference", env=()
     variables = clean_environment(
         TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(path), **dict(env)
     )
-    command = [sys.executable, str(TESTS / "child.py"), case]
+    command = [sys.executable, str(KIT / "child.py"), case]
     ran = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout, cwd="/")
     done = Done(ran.returncode, ran.stdout, ran.stderr)
     lines = [line for line in ran.stdout.splitlines() if line.startswith(MARK)]
@@ -61,7 +62,7 @@ def launch(release: str, case: str, *, extension=True, aiter="reference", env=()
 
 def main() -> None:
     module, _, function = sys.argv[1].partition(":")
-    sys.path.insert(0, str(TESTS / "cases"))
+    sys.path.insert(0, str(KIT / "cases"))
     # Collecting garbage takes a quarter of the time of SGLang's imports.
     gc.disable()
     case = getattr(__import__(module), function)

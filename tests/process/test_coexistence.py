@@ -176,7 +176,7 @@ def test_what_sglang_computes_beside_it_is_exact(name):
     party = PARTIES[name]
     fault = json.dumps({"targets": 3, "attend": True})
     done = launch(
-        party, [sys.executable, str(TESTS / "child.py"), "faults:run"], order="run inside", FAULT=fault, SGLANG_USE_AITER_PA="1",
+        party, [sys.executable, str(child.KIT / "child.py"), "faults:run"], order="run inside", FAULT=fault, SGLANG_USE_AITER_PA="1",
         path=[environment.place("sglang", RELEASE), TESTS / "reference"],
     )  # fmt: skip
     out = json.loads(done.stdout.removeprefix(child.MARK))
@@ -282,7 +282,7 @@ def test_a_plugin_that_wraps_the_same_methods_and_we_are_both_active(order, late
         SGLANG_PLUGINS=",".join(f"plugin_{n}" for n in names if n),
     )  # fmt: skip
     done = subprocess.run(
-        [sys.executable, str(TESTS / "child.py"), "faults:run"], env=env, capture_output=True, text=True, cwd="/"
+        [sys.executable, str(child.KIT / "child.py"), "faults:run"], env=env, capture_output=True, text=True, cwd="/"
     )
     assert done.returncode == 0, done.stderr[-3000:]
     out = json.loads(done.stdout.removeprefix(child.MARK))

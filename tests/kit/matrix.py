@@ -1,4 +1,4 @@
-"""The verdicts of every release, as the Markdown table of README.md: `python tests/matrix.py`."""
+"""The verdicts of every release, as the Markdown table of README.md: `python tests/kit/matrix.py`."""
 
 from __future__ import annotations
 

@@ -2,13 +2,12 @@
 
 import ast
 import inspect
-import pathlib
 import sys
 
 import environment
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent / "reference"))
+sys.path.insert(0, str(environment.ROOT / "tests" / "reference"))
 import aiter  # noqa: E402
 import torch  # noqa: E402
 from aiter.ops.triton.attention.unified_attention import unified_attention  # noqa: E402

@@ -7,7 +7,6 @@ import concurrent.futures
 import functools
 import os
 import pathlib
-import sys
 import tempfile
 
 import environment
@@ -22,7 +21,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
     pytest.mark.skipif(not PLACE.is_dir(), reason=f"there is no SGLang {RELEASE} in {PLACE}"),
 ]
-sys.path.insert(0, str(pathlib.Path(__file__).parent / "server"))
 import compare  # noqa: E402
 import evidence  # noqa: E402
 import servers  # noqa: E402

@@ -1,6 +1,6 @@
 """Makes what the demo and the tests run on: `.venv`, and SGLang releases in a cache folder.
 
-    python3 tests/environment.py [--quick | RELEASE ...]
+    python3 tests/kit/environment.py [--quick | RELEASE ...]
 
 Standard library only. Each SGLang release is installed once, by `pip install --no-deps
 --target`, into $SGLANG_AITER_EXT_CACHE (default ~/.cache/sglang-aiter-ext).
@@ -17,10 +17,10 @@ import sys
 import time
 import venv
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-REQUIREMENTS = ROOT / "tests" / "requirements.txt"
+REQUIREMENTS = pathlib.Path(__file__).with_name("requirements.txt")
 CACHE = pathlib.Path(os.environ.get("SGLANG_AITER_EXT_CACHE") or pathlib.Path.home() / ".cache" / "sglang-aiter-ext")
 #: What the demo runs on.
 DEMO = "0.5.18"

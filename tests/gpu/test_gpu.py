@@ -1,9 +1,9 @@
 """What only a GPU shows, without SGLang: compiled kernels, offsets past 32 bits, synchronisations."""
 
-import pathlib
 import sys
 from types import SimpleNamespace
 
+import child
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -11,7 +11,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
-sys.path.insert(0, str(pathlib.Path(__file__).parent / "cases"))
+sys.path.insert(0, str(child.KIT / "cases"))
 
 
 def test_the_compiled_gather_moves_exactly_the_rows_asked_for():

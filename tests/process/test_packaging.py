@@ -105,7 +105,7 @@ def test_sglangs_plugin_loader_activates_it_once(site, release, order):
         SGLANG_USE_AITER_PA="1",
         SGLANG_PLUGINS="sglang_aiter_ext",
     )
-    command = [sys.executable, str(child.TESTS / "child.py"), case]
+    command = [sys.executable, str(child.KIT / "child.py"), case]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd="/")
     line = next((x for x in done.stdout.splitlines() if x.startswith(child.MARK)), None)
     assert line, done.stderr[-3000:]

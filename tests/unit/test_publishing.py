@@ -19,7 +19,7 @@ DOCTOR = [sys.executable, "-m", "sglang_aiter_ext", "doctor", "--running"]
 
 
 class Server:
-    """tests/cases/serving.py in processes of its own; `stop` ends it and gives what it wrote to its log."""
+    """tests/kit/cases/serving.py in processes of its own; `stop` ends it and gives what it wrote to its log."""
 
     def __init__(self, folder, **env):
         path = [environment.ROOT, environment.place("sglang", RELEASE), child.TESTS / "reference"]
@@ -29,7 +29,7 @@ class Server:
         )  # fmt: skip
         self.log = open(f"{folder}.log", "w+")
         self.process = subprocess.Popen(
-            [sys.executable, str(child.TESTS / "child.py"), "serving:server"], env=variables, cwd="/", text=True,
+            [sys.executable, str(child.KIT / "child.py"), "serving:server"], env=variables, cwd="/", text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
         )  # fmt: skip
         line = self.process.stdout.readline()
@@ -184,7 +184,7 @@ print(json.dumps(os.listdir(folder) if os.path.isdir(folder) else None))
 
 
 def start(folder, *arguments, code=START, path=(), **env):
-    path = [environment.ROOT, environment.place("sglang", RELEASE), child.TESTS, *path]
+    path = [environment.ROOT, environment.place("sglang", RELEASE), child.KIT, *path]
     variables = child.clean_environment(
         PYTHONPATH=os.pathsep.join(map(str, path)), SGLANG_AITER_EXT_STATE_DIR=str(folder), **env
     )

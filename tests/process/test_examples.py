@@ -50,7 +50,7 @@ def contain(image, command, places, env=(), cwd="/"):
     command = [mapped(word) for word in command]
     if "sglang.launch_server" in command:
         at = command.index("sglang.launch_server")
-        command[at - 1 : at + 1] = [str(child.TESTS / "child.py"), "launching:server"]
+        command[at - 1 : at + 1] = [str(child.KIT / "child.py"), "launching:server"]
     variables = {name: mapped(value) for name, value in dict(env).items()}
     variables["PATH"] = os.pathsep.join([str(image / "bin"), "/usr/bin", "/bin"])
     variables["PYTHONPYCACHEPREFIX"] = str(environment.CACHE / "pycache")

@@ -1,4 +1,4 @@
-"""Breaks each guard of the package in turn and lists what no test notices: `python tests/mutation.py [PART ...]`.
+"""Breaks each guard of the package in turn and lists what no test notices: `python tests/kit/mutation.py [PART ...]`.
 
 For every `if` test, conditional expression, comprehension filter, boolean operand and comparison in the
 files of TESTS: the condition made True, made False, or turned round. Works on a copy.
@@ -19,7 +19,7 @@ import tempfile
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = "sglang_aiter_ext"
 #: File of the package -> tests on plain objects and on sources of a few lines.
 TESTS = {
@@ -101,8 +101,8 @@ def passes(folder: pathlib.Path, file: str) -> bool:
         signal.alarm(SECONDS)
         os.chdir(folder)
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-        sys.path[:0] = [str(folder), str(folder / "tests")]
-        os._exit(pytest.main([*OPTIONS, *(f"tests/{name}" for name in TESTS[file])]))
+        sys.path[:0] = [str(folder)]
+        os._exit(pytest.main([*OPTIONS, *(f"tests/unit/{name}" for name in TESTS[file])]))
     return os.waitpid(child, 0)[1] == 0
 
 

@@ -53,7 +53,7 @@ def test_the_verdict_of_every_release(version):
 def test_the_facts_decode_relies_on(version):
     facts = Facts(matrix.release(version))
     assert facts.reads_fp8 == (version in since("0.5.12"))
-    assert facts.casts_pool == (version in since("0.5.7") and version not in since("0.5.12"))
+    assert facts.casts_pool == (version in since("0.5.6.post2") and version not in since("0.5.12"))
     assert facts.writes_at_unit_scale == (version not in since("0.5.16"))
     assert facts.graph_buffer_in_pages == (version in since("0.5.10") and version not in since("0.5.13"))
     assert facts.wraps_each_side == (version not in since("0.5.16"))

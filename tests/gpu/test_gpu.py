@@ -28,11 +28,12 @@ def test_the_compiled_cast_saturates_and_keeps_nan():
         assert (row["same"], row["contiguous"], row["nans"], row["largest"]) == (True, True, 1, 448.0), row["case"]
 
 
-def test_rows_past_two_and_four_gib_are_reached():
+def test_rows_further_apart_than_31_bits_of_words_are_reached():
     import own_kernels as kernels
 
-    out = kernels.far_apart()
-    assert out["same"] and out["bytes"] > 2**32
+    gathered, cast = kernels.far_apart(), kernels.cast_far_apart()
+    assert gathered["same"] and gathered["words"] > 2**31
+    assert cast["same"] and cast["elements"] > 2**31
 
 
 def test_a_batch_of_many_layers_synchronises_nothing():

@@ -54,7 +54,9 @@ def pretend_gfx950() -> None:
     """Patch SGLang's own check, before the AITER backend is imported. No AMD GPU is near."""
     import sglang.srt.utils as utils
 
-    utils.is_gfx95_supported = utils.common.is_gfx95_supported = lambda: True
+    # Once only: whoever imported it has this very function.
+    if getattr(utils.is_gfx95_supported, "__name__", "") != "<lambda>":
+        utils.is_gfx95_supported = utils.common.is_gfx95_supported = lambda: True
 
 
 def _config(q_heads, kv_heads, head_dim, layers, full_interval, context_len) -> str:
@@ -360,6 +362,8 @@ class Stack:
 
         mode = ForwardMode.EXTEND if mode is None else getattr(ForwardMode, mode) if isinstance(mode, str) else mode
         requests = list(lengths)
+        earlier = self._slots_in_use()
+        rows = self._rows(earlier)
         batch = self._forward_batch(requests, list(lengths.values()), mode)
         tokens = int(batch.out_cache_loc.shape[0])
         result = Result(self, batch, requests, list(lengths.values()))
@@ -378,7 +382,22 @@ class Stack:
                 result.keys[layer_id], result.values[layer_id] = k.clone(), v.clone()
                 k, v = (x.view(tokens, self.kv_heads, self.head_dim) for x in (k, v))
                 result.outputs[layer_id] = layer(q, k, v, batch, **kwargs)
+        damaged = sum(not torch.equal(before, now) for before, now in zip(rows, self._rows(earlier)))
+        assert not damaged, (
+            f"the batch changed rows of earlier batches in {damaged} of {len(rows)} buffers of the KV pool"
+        )
         return result
+
+    def _slots_in_use(self) -> torch.Tensor:
+        """Where the K and V of all tokens so far lie."""
+        table = self.req_to_token_pool.req_to_token
+        return torch.cat([table[request, :tokens].long() for request, tokens in enumerate(self.seq_lens)])
+
+    def _rows(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """A copy of these rows of every K and V buffer, as bytes."""
+        pool = self.token_to_kv_pool.full_kv_pool
+        return [buffer[slots].view(torch.uint8) if buffer.element_size() > 1 else buffer.view(torch.uint8)[slots]
+                for buffer in (*pool.k_buffer, *pool.v_buffer)]  # fmt: skip
 
     def extend(self, lengths, **kwargs):
         return self.run(lengths, **kwargs)

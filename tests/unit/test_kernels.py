@@ -20,6 +20,14 @@ def test_the_cast_saturates_and_keeps_nan():
         assert (row["nans"], row["largest"]) == (1, 448.0), row["case"]
 
 
+def test_rows_further_apart_than_31_bits_of_words_are_reached():
+    """Without the kernels' casts to 64 bits the last rows are read from somewhere else, or the process crashes."""
+    gathered = launch(QUICK, "own_kernels:far_apart").result
+    cast = launch(QUICK, "own_kernels:cast_far_apart").result
+    assert gathered["same"] and gathered["words"] > 2**31
+    assert cast["same"] and cast["elements"] > 2**31
+
+
 @pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
 @pytest.mark.parametrize("kernel", ["gather_rows", "cast_rows"])
 def test_the_assembly_for_amd_has_wide_accesses_and_no_spills(arch, kernel):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import harness  # noqa: F401  (mends the interpreter)
 import torch
 
@@ -35,15 +37,37 @@ def gather() -> list[dict]:
     return rows
 
 
+def sparse(size: int) -> torch.Tensor:
+    """`size` bytes, of which only the pages that are written take memory; on a GPU all of them do."""
+    if DEVICE == "cuda":
+        return torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
+
+
 def far_apart() -> dict:
-    """Rows of a pool of 4.6 GB, further apart than 32 bits of bytes or words reach; needs a GPU."""
-    row, count = 2 * 256, 9_000_000
-    pool = torch.empty(count * row, dtype=torch.uint8, device="cuda").view(count, 2, 256)
-    slots = torch.tensor([0, 4_194_303, 4_194_304, 8_388_609, count - 1], device="cuda", dtype=torch.int32)
-    values = torch.randint(0, 256, (len(slots), 2, 256), dtype=torch.uint8, device="cuda")
+    """Rows of a pool of 9.2 GB, the last ones more words of 4 bytes from the first than 31 bits can say."""
+    heads, width, count = 2, 256, 18_000_000
+    row = heads * width
+    pool = sparse(count * row).view(count, heads, width)
+    slots = [0, 4_194_303, 4_194_304, 8_388_609, 16_777_215, 16_777_216, count - 1]
+    slots = torch.tensor(slots, device=DEVICE, dtype=torch.int32)
+    values = torch.randint(0, 256, (len(slots), heads, width), dtype=torch.uint8, device=DEVICE)
     pool[slots.long()] = values
-    k, v = gather_kv.gather_kv(pool, pool, slots)
-    return {"same": torch.equal(k, values) and torch.equal(v, values), "bytes": pool.numel()}
+    k, v = (torch.zeros_like(values) for _ in range(2))
+    gather_kv.launch_gather(pool, pool, slots, k, v)
+    return {"same": torch.equal(k, values) and torch.equal(v, values), "words": pool.numel() // 4}
+
+
+def cast_far_apart() -> dict:
+    """Three rows whose last one is more elements from the first than 31 bits can say."""
+    apart, width = 2**30 + 512, 512
+    values = torch.randn(3, width, generator=torch.Generator().manual_seed(2)).to(torch.float16).to(DEVICE) * 300
+    x = sparse(2 * (2 * apart + width)).view(torch.float16).as_strided((3, width), (apart, 1))
+    x.copy_(values)
+    got = gather_kv.saturating_fp8(x) if DEVICE == "cuda" else _interpreted(x)
+    want = reference.saturating_fp8(values.cpu())
+    return {"same": torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)), "elements": 2 * apart}
 
 
 def cast() -> list[dict]:

@@ -39,7 +39,9 @@ def host(quick: bool) -> dict:
     import child
     import environment
 
-    rows = child.launch(environment.DEMO, "overhead:wrappers", env=(("SGLANG_USE_AITER_PA", "1"),)).result
+    rows = child.launch(
+        environment.DEMO, "overhead:wrappers", env=(("SGLANG_USE_AITER_PA", "1"),), level=child.NOTHING
+    ).result
     return {"where": where(), "rows": rows}
 
 

@@ -30,6 +30,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_sessionfinish():
+    import preloaded
+
+    preloaded.end()
+
+
 @pytest.fixture
 def nothing_counted(monkeypatch):
     """This process has counted and logged nothing yet."""

@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 import child
 import environment
+import preloaded
 import pytest
 from conftest import EXACT
 
@@ -55,6 +56,11 @@ class Setup:
         return child.clean_environment(
             TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=self.path(), **{**self.env, **extra}
         )
+
+    def level(self) -> str:
+        """What may be loaded before the fault is put in: all that is the same without it."""
+        own = self.sglang is None and self.aiter in (TESTS / "reference", None)
+        return self.release if own else preloaded.THIRD_PARTY
 
 
 Change = Callable[[Setup], None]
@@ -294,7 +300,10 @@ def execute(setup: Setup, command: list[str], **options) -> subprocess.Completed
 def case(setup: Setup, targets: int, attend: bool) -> tuple[dict, str]:
     """The result of cases/faults.py and what it wrote to stderr; stdout holds nothing else."""
     setup.env["FAULT"] = json.dumps({"inside": setup.inside, "targets": targets, "attend": attend})
-    done = execute(setup, [sys.executable, str(child.KIT / "child.py"), "faults:run"])
+    if setup.prefix:
+        done = execute(setup, [sys.executable, str(child.KIT / "child.py"), "faults:run"])
+    else:
+        done = child.start("faults:run", setup.variables(), setup.level(), timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if line != SGLANG_SAYS]
     assert len(lines) == 1 and lines[0].startswith(child.MARK), done.stdout
@@ -578,7 +587,7 @@ ROWS = [
     Row("no fault at all, wrapt 2.5.2", nothing, "exact", strict=WORKS),
     Row("no fault at all, SGLANG_AITER_EXT_STRICT=1", variable("SGLANG_AITER_EXT_STRICT", "1"), "exact", strict=WORKS),
     # our own code
-    Row("our package unreadable", unreadable, "as without it", strict=SILENT, run=starts(), quick=True),
+    Row("our package unreadable", unreadable, "as without it", strict=SILENT, run=starts()),
     Row("our bootstrap raises", ours_has("bootstrap.py", "raise RuntimeError('injected')"), "as without it", strict=SILENT, run=starts()),
     Row("our package's __init__ empty", ours_has("__init__.py", ""), "as without it",
         "sglang_aiter_ext is not active: ImportError: cannot import name '__version__' from 'sglang_aiter_ext'*", "ImportError: sglang_aiter_ext is not active: ImportError: cannot import name*"),
@@ -671,9 +680,9 @@ ROWS = [
         "gather_reuse: internal error in *: AttributeError: no _sglang_aiter_ext_indices here; *",
         "CouldNotApply: gather_reuse: internal error in *: AttributeError: no _sglang_aiter_ext_indices here", release="0.5.19"),
     # files, flags, and ways to start
-    Row("a read-only checkout", read_only, "wrapped", strict=WORKS, run=starts(), quick=True),
+    Row("a read-only checkout", read_only, "wrapped", strict=WORKS, run=starts()),
     Row("PYTHONDONTWRITEBYTECODE=1", variable("PYTHONDONTWRITEBYTECODE", "1"), "wrapped", strict=WORKS, run=starts()),
-    Row("python -I", nothing, "as without it", strict=NO_PATH, run=starts("-I"), quick=True),
+    Row("python -I", nothing, "as without it", strict=NO_PATH, run=starts("-I")),
     Row("python -E", nothing, "as without it", strict=NO_PATH, run=starts("-E")),
     Row("python -S", nothing, "as without it", strict=NO_PATH, run=starts("-S")),
     Row("python -s -P", nothing, "wrapped", strict=WORKS, run=starts("-s", "-P")),
@@ -684,7 +693,7 @@ ROWS = [
     Row("python -m sglang.launch_server --help", nothing, "as without it", strict=WORKS, run=server_help),
     Row("fork after SGLang is imported", nothing, "wrapped, in the fork wrapped", strict=WORKS, run=starts(source=FORK)),
     Row("fork before SGLang is imported", nothing, "wrapped", strict=WORKS, run=starts(source=FORK_BEFORE)),
-    Row("spawn", nothing, "wrapped", strict=WORKS, run=starts(form="script", source=SPAWN), quick=True),
+    Row("spawn", nothing, "wrapped", strict=WORKS, run=starts(form="script", source=SPAWN)),
     Row("six threads import SGLang at once", nothing, "wrapped", strict=WORKS, run=starts(source=THREADS)),
     # coverage's own .pth fails in a sub-interpreter.
     Row("sub-interpreters", variable("COVERAGE_PROCESS_CONFIG", ""), "wrapped", strict=WORKS, run=starts(source=SUB_INTERPRETERS)),

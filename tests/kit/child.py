@@ -15,10 +15,20 @@ import subprocess
 import sys
 
 import environment
+import preloaded
 
 KIT = pathlib.Path(__file__).resolve().parent
 TESTS = KIT.parent
 MARK = "RESULT "
+#: The level of a fresh interpreter.
+NOTHING = "nothing"
+#: Shows a process from the import of SGLang on.
+STATES = "SGLANG_AITER_EXT_STATE_DIR"
+#: The extension's variables, which nothing reads before it is activated.
+OWN = {
+    "SGLANG_AITER_EXT", "SGLANG_AITER_EXT_STRICT", "SGLANG_AITER_EXT_DISABLE", "SGLANG_USE_AITER_PA",
+    "SGLANG_AITER_ASM_CONTEXT_PREFILL",
+}  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -37,11 +47,11 @@ def clean_environment(**extra: str) -> dict[str, str]:
 
 
 @functools.cache
-def launch(release: str, case: str, *, extension=True, aiter="reference", env=(), timeout=900) -> Done:
+def launch(release: str, case: str, *, extension=True, aiter="reference", env=(), timeout=900, level=None) -> Done:
     """`case` in a process of its own on SGLang `release`; the result is kept for further tests.
 
-    `aiter` is `reference`, None for a path without AITER, or a folder. Fails with what the
-    process printed when it does not end well.
+    `aiter` is `reference`, None for a path without AITER, or a folder. The process is forked from a level of
+    preloaded.py, or with NOTHING loaded it is a fresh interpreter. Fails with what it printed when it does not end well.
     """
     path = [str(environment.ROOT)] if extension else []
     path.append(str(environment.place("sglang", release)))
@@ -50,14 +60,24 @@ def launch(release: str, case: str, *, extension=True, aiter="reference", env=()
     variables = clean_environment(
         TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(path), **dict(env)
     )
-    command = [sys.executable, str(KIT / "child.py"), case]
-    ran = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout, cwd="/")
+    level = level or (release if aiter in ("reference", None) else preloaded.THIRD_PARTY)
+    ran = start(case, variables, level, timeout)
     done = Done(ran.returncode, ran.stdout, ran.stderr)
     lines = [line for line in ran.stdout.splitlines() if line.startswith(MARK)]
     if ran.returncode == 0 and lines:
         done.result = json.loads(lines[-1][len(MARK) :])
         return done
     raise AssertionError(f"{case} on {release} ended with {ran.returncode}\n{ran.stdout[-2000:]}\n{ran.stderr[-6000:]}")
+
+
+def start(case: str, variables: dict[str, str], level: str, timeout=900) -> subprocess.CompletedProcess:
+    """`case` with these variables, in a fresh interpreter or forked from a level of preloaded.py."""
+    if level == NOTHING:
+        command = [sys.executable, str(KIT / "child.py"), case]
+        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout, cwd="/")
+    # SGLang is imported before such a variable is set.
+    early = [name for name in variables if name.startswith("SGLANG") and name not in OWN or name == STATES]
+    return preloaded.run(preloaded.THIRD_PARTY if early else level, case, variables, timeout)
 
 
 def main() -> None:

@@ -32,8 +32,8 @@ def main() -> int:
     began = time.monotonic()
     env = (("SGLANG_USE_AITER_PA", "1"),)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        plain = pool.submit(child.launch, release, "showcase:run", extension=False)
-        ours = pool.submit(child.launch, release, "showcase:run", extension=True, env=env)
+        plain = pool.submit(child.launch, release, "showcase:run", extension=False, level=child.NOTHING)
+        ours = pool.submit(child.launch, release, "showcase:run", extension=True, env=env, level=child.NOTHING)
         plain, ours = plain.result().result, ours.result().result
     print(f"SGLang {release}, unmodified, on this CPU. AITER's kernels are a PyTorch reference:")
     print("errors are real, and no time here says anything about an AMD GPU. The model has 2 Gated")

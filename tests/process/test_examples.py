@@ -141,6 +141,7 @@ def test_the_image_is_asked_for_its_wrapt(image):
     assert done.returncode == 0 and re.fullmatch(r"\d+\.\d+\S*\n", done.stdout)
 
 
+@pytest.mark.slow
 def test_a_volume_and_two_variables_activate_a_server(image):
     (words,) = runs("PYTHONPATH=/opt/sglang-aiter-ext")
     options, command, env = served(words)

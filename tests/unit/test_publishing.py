@@ -192,6 +192,7 @@ def start(folder, *arguments, code=START, path=(), **env):
     return subprocess.run(command, env=variables, capture_output=True, text=True, cwd="/")
 
 
+@pytest.mark.slow
 def test_a_process_that_imports_sglang_shows_itself_and_one_that_does_not_leaves_no_file(tmp_path):
     done = start(tmp_path)
     assert len(json.loads(done.stdout)) == 1 and done.stderr == "" and os.listdir(tmp_path) == []
@@ -199,6 +200,7 @@ def test_a_process_that_imports_sglang_shows_itself_and_one_that_does_not_leaves
     assert json.loads(start(tmp_path, SGLANG_AITER_EXT="0").stdout) == []
 
 
+@pytest.mark.slow
 def test_lines_of_import_time_follow_the_configuration_that_sglang_sets_up_later(tmp_path):
     """A handler of the host program's own, before; then SGLang's basicConfig, or a file for its loggers."""
     code = """
@@ -224,6 +226,7 @@ def test_lines_of_import_time_follow_the_configuration_that_sglang_sets_up_later
         assert lines[1].startswith("[set up] sglang-aiter-ext "), lines
 
 
+@pytest.mark.slow
 def test_a_folder_that_takes_no_file_is_one_line_or_an_error_under_strict(tmp_path):
     taken = tmp_path / "taken"
     taken.write_text("")
@@ -238,6 +241,7 @@ def test_a_folder_that_takes_no_file_is_one_line_or_an_error_under_strict(tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_or_a_folder_that_goes_is_said_and_leaves_no_file(tmp_path):
     code = """
         import logging, os, resource, shutil, sys, stand_ins, sglang.srt, time
@@ -260,12 +264,14 @@ def test_a_disk_that_fills_up_or_a_folder_that_goes_is_said_and_leaves_no_file(t
     assert re.fullmatch(r"StateFile: no longer kept: FileNotFoundError: .* was removed\n", done.stderr), done.stderr
 
 
+@pytest.mark.slow
 def test_a_relative_folder_is_not_accepted(tmp_path):
     done = start("states", "attention")
     assert "SGLANG_AITER_EXT_STATE_DIR='states' is not accepted: use an absolute path" in done.stderr
     assert (done.returncode, done.stderr.count("\n"), os.path.exists("/states")) == (0, 1, False)
 
 
+@pytest.mark.slow
 def test_without_prometheus_client_the_rest_works(tmp_path):
     blocked = tmp_path / "blocked"
     (blocked / "sitecustomize").mkdir(parents=True)
@@ -277,6 +283,7 @@ def test_without_prometheus_client_the_rest_works(tmp_path):
     assert len(json.loads(done.stdout)) == 1
 
 
+@pytest.mark.slow
 def test_a_forked_child_leaves_its_parents_file_alone(tmp_path):
     code = """
         import os, stand_ins, sglang.srt

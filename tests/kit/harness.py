@@ -391,7 +391,8 @@ class Stack:
     def _slots_in_use(self) -> torch.Tensor:
         """Where the K and V of all tokens so far lie."""
         table = self.req_to_token_pool.req_to_token
-        return torch.cat([table[request, :tokens].long() for request, tokens in enumerate(self.seq_lens)])
+        used = [table[request, :tokens].long() for request, tokens in enumerate(self.seq_lens) if tokens]
+        return torch.cat([table[0, :0].long(), *used])
 
     def _rows(self, slots: torch.Tensor) -> list[torch.Tensor]:
         """A copy of these rows of every K and V buffer, as bytes."""

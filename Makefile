@@ -14,22 +14,23 @@ lint:
 	$(RUN) -m mypy
 
 test: environment
-	$(RUN) -m pytest -n 2 --dist loadgroup tests
+	$(RUN) -m pytest -n 2 --dist loadgroup -m "not nightly" tests
 
 # The same, and which branches of the package ran, counted in all processes.
 coverage: environment
 	rm -rf build/coverage && mkdir -p build/coverage
-	$(RUN) -m coverage run --rcfile=setup.cfg -m pytest -n 2 --dist loadgroup tests
+	$(RUN) -m coverage run --rcfile=setup.cfg -m pytest -n 2 --dist loadgroup -m "not nightly" tests
 	$(RUN) -m coverage combine --rcfile=setup.cfg -q
 	$(RUN) -m coverage report --rcfile=setup.cfg --fail-under=95
 
 test-quick:
 	$(PYTHON) tests/kit/environment.py --quick
-	$(RUN) -m pytest -n 2 --dist loadgroup -m "not slow" tests
+	$(RUN) -m pytest -n 2 --dist loadgroup -m "not slow and not nightly" tests
 
-# 10,000 random batches of each kind; an hour on two cores.
+# 10,000 random batches of each kind, and servers whose faults `test` has in other forms; an hour on two cores.
 test-nightly: environment
 	HYPOTHESIS_PROFILE=nightly $(RUN) -m pytest -n 2 --dist loadgroup tests/behaviour/test_properties.py
+	$(RUN) -m pytest -n 2 --dist loadgroup -m nightly tests
 
 # Which guards no test would miss; ten minutes.
 mutation: environment

@@ -156,7 +156,7 @@ def plan(batch):
     """What `asm_context_prefill` plans from host lengths, for a batch that is one chunk a request."""
     import torch
 
-    from sglang_aiter_ext.capabilities import asm_context_prefill
+    from sglang_aiter_ext.capabilities.asm_context_prefill import decision
 
     class Batch:
         extend_prefix_lens_cpu = [0] * len(batch.lengths)
@@ -166,9 +166,7 @@ def plan(batch):
 
     longest = max(batch.lengths)
     metadata = SimpleNamespace(kv_indices=batch.table, kv_indptr=batch.indptr, max_q_len=longest, max_kv_len=longest)
-    return asm_context_prefill.plan_batch(
-        SimpleNamespace(forward_metadata=metadata, page_size=batch.page), Batch(), batch.tokens
-    )
+    return decision.plan_batch(metadata, Batch(), batch.tokens)
 
 
 def batch(quick: bool) -> dict:

@@ -2,19 +2,22 @@
 
     PYTHONPATH=/opt/sglang-aiter-ext SGLANG_USE_AITER_PA=1 python -m sglang.launch_server ...
 
-From Python, `activate()` does the same for SGLang modules imported before or after it;
-`status()` says what is active and why not; `counters()` counts what ran.
+From Python, `activate()` does the same for SGLang modules that are imported before or after it,
+`status()` says what is active and why something is not, and `counters()` counts what ran.
 """
 
-__version__ = "0.1.0"
-__all__ = ["activate", "counters", "status"]
+from .names import VERSION as __version__
+
+__all__ = ["__version__", "activate", "counters", "status"]
 
 
 def activate() -> None:
     """Wrap SGLang's functions in this process, now or when SGLang imports them.
 
-    Calling it again, or after another activation route, changes nothing. Under
-    SGLANG_AITER_EXT_STRICT=1 raises where a capability could not be applied.
+    A second call changes nothing, nor does a call after another activation route. Under
+    SGLANG_AITER_EXT_STRICT=1 it raises `errors.CouldNotApply` where a capability could not be applied,
+    `errors.SettingError` for a variable that cannot be read, and ImportError where this package is broken. A call
+    in a second thread does not wait for one that is still at work.
     """
     import os
 
@@ -26,7 +29,7 @@ def activate() -> None:
 
 
 def _activate_at_start() -> None:
-    """`activate()` for a host whose own start an error of ours would end."""
+    """`activate()` for a host program whose own start would end with an error of ours."""
     import contextlib
 
     with contextlib.suppress(Exception):
@@ -34,9 +37,9 @@ def _activate_at_start() -> None:
 
 
 def status() -> list[dict[str, object]]:
-    """One dict a capability: name, verdict, reason, enabled, switch, state and error.
+    """One dict for each capability: name, verdict, reason, enabled, switch, state, error and wraps.
 
-    `state` is `pending`, `active`, `failed` or `off`. Imports neither SGLang nor torch.
+    `state` is `pending`, `active`, `failed` or `off`. Neither SGLang nor torch is imported.
     """
     from . import activation
 
@@ -46,7 +49,7 @@ def status() -> list[dict[str, object]]:
 def counters() -> dict[str, dict[str, int]]:
     """What ran in this process: capability -> outcome -> number of calls.
 
-    An outcome with a reason is written `outcome/reason`, for example `paged/soft_cap`.
+    An outcome that has a reason is written `outcome/reason`, for example `paged/soft_cap`.
     """
     from . import counting
 

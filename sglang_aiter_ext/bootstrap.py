@@ -1,27 +1,25 @@
 """Waits until SGLang imports a target module, then hands over to `activation`.
 
-Runs in every Python process that has the extension on its path, so: standard library
-only, and nothing of it that a bare interpreter has not imported already.
+It runs in every Python process that has the extension on its path. So it imports only what a bare
+interpreter has imported already, and reads `names` for the modules to wait for.
 """
 
 import os
 import sys
 from _thread import get_ident
 
-SGLANG = "sglang.srt"
-ATTENTION = f"{SGLANG}.layers.attention"
-TARGETS = (f"{ATTENTION}.attention_registry", f"{ATTENTION}.hybrid_linear_attn_backend", f"{ATTENTION}.aiter_backend")
+from .names import SGLANG, TARGETS
 
 
 class TargetFinder:
-    """A meta path finder that finds nothing itself: it has a target's loader tell us when it is done."""
+    """A meta path finder that finds nothing itself. It has the loader of a target tell us when the module has run."""
 
     def __init__(self):
         self._asking = set()  # (thread, name) of each search that is under way
 
     def find_spec(self, name, path=None, target=None):
         if name == SGLANG:
-            _sglang_is_imported()
+            _publish()
         key = (get_ident(), name)
         if name not in TARGETS or key in self._asking:
             return None
@@ -38,7 +36,7 @@ class TargetFinder:
 
 
 def _tell_when_executed(spec) -> None:
-    """Have the loader tell us, without a trace left on it; one that takes no attribute is let be."""
+    """Have the loader tell us, and leave no trace on it. A loader that takes no attribute is left alone."""
     loader = spec.loader
     execute = getattr(loader, "exec_module", None)
     if execute is None or isinstance(loader, type):
@@ -48,7 +46,7 @@ def _tell_when_executed(spec) -> None:
         loader.__dict__.pop("exec_module", None)
         execute(module)
         if module.__spec__ is spec:
-            _serve(module, fresh=True)
+            _hand_over(module, fresh=True)
 
     try:
         loader.exec_module = exec_module
@@ -56,17 +54,11 @@ def _tell_when_executed(spec) -> None:
         pass
 
 
-def _sglang_is_imported() -> None:
-    """A process of SGLang's shows itself from here on, whether or not it imports a target."""
-    if os.environ.get("SGLANG_AITER_EXT_STATE_DIR") and (activation := _activation()):
-        activation.publish()
-
-
 _broken: list[str] = []
 
 
 def _activation():
-    """Our own code, or None where it cannot be imported: one line then, or an error under SGLANG_AITER_EXT_STRICT=1."""
+    """Our own code. Where it cannot be imported this gives None and logs one line; strict mode makes it an error."""
     try:
         from . import activation
 
@@ -82,14 +74,25 @@ def _activation():
             try:
                 logging.getLogger("sglang.aiter_ext").error("%s", message)
             except Exception:
-                # A handler of the host program's.
+                # A handler of the host program raised it.
                 pass
         return None
 
 
-def _serve(module, fresh) -> None:
+def _hand_over(module, fresh) -> None:
+    """Have a target module wrapped, then show this process to others."""
     if activation := _activation():
         activation.on_import(module, fresh)
+        _publish(always=True)
+
+
+def _publish(always=False) -> None:
+    """Show this process to others, as far as variables ask for it: from the first import of SGLang's on."""
+    if (always or os.environ.get("SGLANG_AITER_EXT_STATE_DIR")) and (activation := _activation()):
+        with activation.contained():
+            from . import publishing
+
+            publishing.begin()
 
 
 def waiting() -> bool:
@@ -98,12 +101,11 @@ def waiting() -> bool:
 
 
 def install() -> None:
-    """Put the finder first on sys.meta_path, once, and serve targets that are imported already."""
+    """Put the finder first on sys.meta_path, once, and hand over the targets that are imported already."""
     if not waiting():
         sys.meta_path.insert(0, TargetFinder())
     if SGLANG in sys.modules:
-        _sglang_is_imported()
-    imported = [name for name in TARGETS if sys.modules.get(name) is not None]
-    for name in imported:
+        _publish()
+    for name in [name for name in TARGETS if sys.modules.get(name) is not None]:
         __import__(name)  # waits for a thread that is still executing it
-        _serve(sys.modules[name], fresh=False)
+        _hand_over(sys.modules[name], fresh=False)

@@ -1,87 +1,87 @@
-"""What a capability is: a probe of the installed release, wrappers, and a switch."""
-
-from __future__ import annotations
+"""What a capability is: a probe of the release that is installed, wrappers, and a switch."""
 
 import dataclasses
-from collections.abc import Callable
-from types import ModuleType
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from .installed import Release, mentions, parameters
+from .errors import Refusal, Unsupported
+from .names import ATTENTION, TARGETS
 from .settings import Setting
+from .source import Release, mentions, parameters
 
 APPLY, UPSTREAM, NOT_APPLICABLE, UNSUPPORTED = "apply", "upstream", "not_applicable", "unsupported"
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+#: (original, instance or None, args, kwargs) -> result
+Wrapper = Callable[[Callable[..., Any], Any, Args, Kwargs], Any]
 
 
 class Verdict(NamedTuple):
-    """One of the four words above, and a reason a person can act on."""
+    """One of the four words above, and a reason that a person can act on."""
 
     verdict: str
     reason: str
-
-
-class Unsupported(Exception):
-    """Raised by a probe: something it relies on is gone or different."""
-
-
-class NothingToServe(Exception):
-    """Raised by `install`: what the capability would serve cannot run in this process, and nobody need hear of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
     """A function of the release that a capability relies on.
 
-    `module` is dotted, without `sglang.`; `function` is `name` or `Class.name`. It must have
-    `parameters`, the first ones in the order of `leading`, and use the names in `mentions`.
+    `module` is dotted, and `function` is `name` or `Class.name`. The other fields are names with spaces
+    between them: the `parameters` that it must have, the first ones in the order of `leading`, and what
+    it `mentions` in its body.
     """
 
     module: str
     function: str
-    parameters: tuple[str, ...] = ()
-    leading: tuple[str, ...] = ()
-    mentions: tuple[str, ...] = ()
+    parameters: str = ""
+    leading: str = ""
+    mentions: str = ""
 
     def check(self, release: Release) -> None:
-        """Raises LookupError or Unsupported, naming what is missing."""
-        function = release.function(self.module, self.function)
-        have = parameters(function)
-        for name in (*self.parameters, *self.leading):
+        """Raises Unsupported, which names what is missing."""
+        function, leading = release.function(self.module, self.function), self.leading.split()
+        where, have = f"{self.function} in {self.module}", parameters(function)
+        for name in (*self.parameters.split(), *leading):
             if name not in have:
-                raise Unsupported(
-                    f"{self.function} in sglang.{self.module} has no parameter {name} (it has {', '.join(have)})"
-                )
-        if have[: len(self.leading)] != list(self.leading):
-            raise Unsupported(
-                f"{self.function} in sglang.{self.module} takes {', '.join(have)}, where {', '.join(self.leading)} is the order expected"
-            )
-        for name in self.mentions:
+                raise Unsupported(f"{where} has no parameter {name} (it has {', '.join(have)})")
+        if have[: len(leading)] != leading:
+            raise Unsupported(f"{where} takes {', '.join(have)}, where {', '.join(leading)} is the order expected")
+        for name in self.mentions.split():
             if not mentions(function, name):
-                raise Unsupported(f"{self.function} in sglang.{self.module} does not use {name}")
+                raise Unsupported(f"{where} does not use {name}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Capability:
     """One fast path or fix, with everything that is known about it.
 
-    `probe` reads the release and returns a Verdict, or raises Unsupported. `install` wraps
-    what lies in one of the `targets` modules of the release, which has just been imported, and is
-    called once for each of them; it raises where it cannot. `wraps` says what that is, `kernels` which
-    of AITER's it calls, `until` from which release on it is not needed.
+    `probe` reads a release and returns a Verdict, or raises Unsupported. Where the verdict is `apply`,
+    `wrappers` says what is wrapped in that release: the full name of a function or method in one of the
+    `targets`, and the wrapper that goes around it. The documents and `doctor` show the same names.
+
+    `kernels` are those of AITER's that it calls or whose calls it changes; `check` is asked before anything
+    is wrapped and raises what stands in the way. Where a wrapper fails, `internal_error` is what it raises
+    in place of leaving the call to SGLang. `until` is the release from which on it is not needed.
     """
 
     name: str
     summary: str
     why: str
-    wraps: tuple[str, ...]
     upstream: tuple[str, ...]
     until: str
     switch: Setting | None
-    targets: tuple[str, ...]
     kernels: tuple[str, ...]
     needs: tuple[Needs, ...]
     probe: Callable[[Release], Verdict]
-    install: Callable[[ModuleType, Release], None]
+    wrappers: Callable[[Release], Mapping[str, Wrapper]]
+    check: Callable[[], None] | None = None
+    internal_error: type[Refusal] | None = None
+
+    @property
+    def targets(self) -> frozenset[str]:
+        """The modules that it may wrap something in."""
+        return frozenset(need.module for need in self.needs) & frozenset(TARGETS)
 
     def verdict(self, release: Release | None) -> Verdict:
         """What the release that is installed needs of this capability."""
@@ -91,9 +91,20 @@ class Capability:
             for need in self.needs:
                 need.check(release)
             return self.probe(release)
-        except (Unsupported, LookupError) as error:
+        except Unsupported as error:
             return Verdict(UNSUPPORTED, str(error))
         except (OSError, SyntaxError, ValueError) as error:
             return Verdict(UNSUPPORTED, f"the source of the release cannot be read: {error}")
         except Exception as error:
             return Verdict(UNSUPPORTED, f"internal error of the probe: {type(error).__name__}: {error}")
+
+    def wraps(self, release: Release | None) -> list[str]:
+        """What it wraps in `release`, as `module.function`; nothing where the verdict is not `apply`."""
+        if release is None or self.verdict(release).verdict != APPLY:
+            return []
+        return [short(name) for name in self.wrappers(release)]
+
+
+def short(name: str) -> str:
+    """The full name of a function without the packages that its module lies in."""
+    return name.removeprefix(f"{ATTENTION}.")

@@ -1,11 +1,9 @@
-"""What a process does, where others can read it: a state file, Prometheus counters, SGLang's log.
+"""What a process does, where others can read it: a state file, Prometheus counters and SGLang's log.
 
 A daemon thread brings them up to date once a second, so that no call of SGLang's pays for it. It
-runs where SGLANG_AITER_EXT_STATE_DIR or SGLang's `--enable-metrics` asks for it, else only until
-the lines of import time are logged.
+runs where SGLANG_AITER_EXT_STATE_DIR or SGLang's `--enable-metrics` asks for it, and otherwise only
+until the lines of import time are logged.
 """
-
-from __future__ import annotations
 
 import atexit
 import contextlib
@@ -21,9 +19,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from . import __version__, activation, counting, installed, settings
+from . import activation, counting, logs, settings, source
+from .errors import CouldNotApply, SettingError
+from .names import VERSION
 
 SECONDS = 1.0
 #: A process that sets up no logging gets its lines after this time.
@@ -33,22 +33,12 @@ HELP = (
     " through Python: decode_pa counts each full-attention layer of a capture (outcome capture) and of an eager step"
     " (outcome decode), and no replayed step."
 )
-
-
 #: Of what `status()` says of a capability.
 KEPT = ("state", "enabled", "verdict", "reason", "error")
 
 
-class Sink(Protocol):
-    """Somewhere to publish to. What it raises is logged once, and ends it."""
-
-    def publish(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class StateFile:
-    """One JSON file in `folder`, locked for as long as the process lives. Raises OSError where it cannot be."""
+    """One JSON file in `folder`, locked for as long as the process lives. Raises OSError where it cannot be kept."""
 
     def __init__(self, folder: str):
         self.began = time.time()
@@ -56,7 +46,7 @@ class StateFile:
         os.makedirs(folder, exist_ok=True)
         prefix = f"{os.uname().nodename}-{os.getpid()}-"
         for old in pathlib.Path(folder).glob(prefix + "*.json"):
-            # A process of the same number that was killed.
+            # It may belong to a process that had the same number and was killed.
             with contextlib.suppress(OSError):
                 if not is_alive(old):
                     old.unlink()
@@ -87,10 +77,10 @@ class StateFile:
 
 
 class Metrics:
-    """Counters for SGLang's /metrics, in prometheus_client's multiprocess mode. Raises ImportError without it."""
+    """Counters for SGLang's /metrics, in prometheus_client's multiprocess mode. Raises ImportError without that."""
 
     def __init__(self) -> None:
-        # Chooses its mode at its first import: PROMETHEUS_MULTIPROC_DIR is set by now.
+        # The library chooses its mode at its first import, and PROMETHEUS_MULTIPROC_DIR is set by now.
         from prometheus_client import Counter
 
         self.counter = Counter("sglang_aiter_ext_calls", HELP, ["capability", "outcome", "reason"])
@@ -105,102 +95,104 @@ class Metrics:
         self.publish()
 
 
-_sinks: list[Sink] | None = None
+#: What is published to. Where one raises, that is logged once, and it is not used any more.
+Sink = StateFile | Metrics
+_sinks: list[Sink] = []
+_begun: dict[str, object] = {}
 
 
 def begin() -> None:
     """Publish this process from now on; a second call changes nothing.
 
-    Under SGLANG_AITER_EXT_STRICT=1 raises CouldNotApply where it cannot; else that is logged.
+    Under SGLANG_AITER_EXT_STRICT=1 it raises CouldNotApply where it cannot; otherwise it logs that.
     """
-    global _sinks
-    if _sinks is not None:
+    # Of two threads one begins, and no lock is held while prometheus_client is imported: setdefault is atomic.
+    mine = object()
+    if _begun.setdefault("by", mine) is not mine:
         return
     on = settings.is_on(settings.MASTER)
     wanted: list[tuple[str, Callable[[], Sink]]] = []
-    # What is wrong with the variable itself is said where a target is imported.
-    with contextlib.suppress(settings.SettingError):
+    # A value that is not accepted is reported where a target is imported.
+    with contextlib.suppress(SettingError):
         if on and (folder := settings.state_folder()):
             wanted.append((f"{settings.STATE.name}={folder}", functools.partial(StateFile, folder)))
     if on and os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
         wanted.append(("sglang_aiter_ext counters on /metrics", Metrics))
-    sinks: list[Sink] = []
     for what, make in wanted:
         try:
-            sinks.append(make())
+            _sinks.append(make())
         except Exception as error:
             message = f"{what} cannot be served: {error}"
             if settings.strict():
-                raise activation.CouldNotApply(message) from error
-            counting.log_when_set_up(logging.WARNING, message)
-    _sinks = sinks
+                end()
+                _begun.clear()
+                raise CouldNotApply(message) from error
+            logs.when_configured(logging.WARNING, message)
     atexit.register(end)
     os.register_at_fork(after_in_child=_forked)
-    if sinks or counting.holding():
-        threading.Thread(target=_run, args=(sinks,), name="sglang_aiter_ext", daemon=True).start()
+    if _sinks or logs.waiting():
+        threading.Thread(target=_keep_current, name="sglang_aiter_ext", daemon=True).start()
 
 
-def _run(sinks: list[Sink]) -> None:
+def _keep_current() -> None:
+    """What the thread does until nothing is left to do."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while sinks or counting.holding():
-        # A tick before: logging.basicConfig adds its handler first and sets the level after.
-        ready = counting.set_up() or time.monotonic() > deadline
+    while _sinks or logs.waiting():
+        # It is asked twice: logging.basicConfig adds its handler first and sets the level after.
+        ready = logs.waiting() and logs.configured()
         time.sleep(SECONDS)
-        for sink in list(sinks):
+        for sink in list(_sinks):
             try:
                 sink.publish()
             except Exception as error:
-                sinks.remove(sink)
+                if sink not in _sinks:
+                    # It was closed at exit.
+                    continue
+                _sinks.remove(sink)
                 with contextlib.suppress(Exception):
                     # A file that no longer changes would be taken for the truth.
                     sink.close()
                 what = type(sink).__name__
-                counting.log_once(what, "", "no longer kept: %s: %s", type(error).__name__, error)
-        if ready:
-            counting.release()
+                logs.once(what, "", "no longer kept: %s: %s", type(error).__name__, error)
+        if ready and logs.configured() or time.monotonic() > deadline:
+            logs.flush()
 
 
 def end() -> None:
-    """At exit: what waits is logged, the last counts are sent, and no file is left."""
-    counting.release()
+    """At exit, log the lines that wait, send the last counts and remove the file."""
+    logs.flush()
     while _sinks:
-        # Out of the thread's sight first: it may be about to publish.
+        # The thread may be about to publish, so the sink is taken out of its sight first.
         with contextlib.suppress(Exception):
             _sinks.pop().close()
 
 
 def _forked() -> None:
-    """SGLang spawns its processes; one that is forked publishes nothing, and leaves its parent's file alone."""
-    for sink in _sinks or ():
+    """SGLang spawns its processes. One that is forked publishes nothing and leaves its parent's file alone."""
+    for sink in _sinks:
         if isinstance(sink, StateFile):
             os.close(sink.descriptor)
-    if _sinks:
-        _sinks.clear()
+    _sinks.clear()
 
 
 def record(began: float) -> dict[str, Any]:
     """What the state file holds; `began` is in seconds since 1970."""
-    release = installed.release()
+    release = source.installed()
+    capabilities = {row["name"]: {key: row[key] for key in KEPT} for row in activation.status()}
     return {
-        "pid": os.getpid(),
-        "host": os.uname().nodename,
-        "role": role(),
-        "began": began,
-        "extension": __version__,
-        "sglang": release.version if release is not None else None,
-        "capabilities": {row["name"]: {key: row[key] for key in KEPT} for row in activation.status()},
-        "counters": counting.snapshot(),
-    }
+        "pid": os.getpid(), "host": os.uname().nodename, "role": role(), "began": began, "extension": VERSION,
+        "sglang": release and release.version, "capabilities": capabilities, "counters": counting.snapshot(),
+    }  # fmt: skip
 
 
 def role() -> str:
-    """SGLang's title of this process, such as `scheduler_TP0`; without one the program's name."""
+    """SGLang's title of this process, such as `scheduler_TP0`; where there is none, the program's name."""
     try:
         title = pathlib.Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         title = ""
     if title.startswith("sglang::"):
-        return title.removeprefix("sglang::")
+        return title[8:]
     return pathlib.Path(sys.argv[0] if sys.argv else "").stem or "python"
 
 
@@ -209,50 +201,6 @@ def is_alive(path: pathlib.Path) -> bool:
     with open(path, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
         except BlockingIOError:
             return True
-        return False
-
-
-def read(folder: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """The state of every process that has a file in `folder`, each with `alive` and `file`, the oldest first.
-
-    Then a line for each file that cannot be read or is not one of ours. Raises FileNotFoundError,
-    NotADirectoryError or PermissionError for the folder.
-    """
-    found, skipped = [], []
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if not entry.name.endswith(".json") or not entry.is_file():
-            continue
-        try:
-            text = pathlib.Path(entry.path).read_text()
-            found.append({**_parsed(text), "alive": is_alive(pathlib.Path(entry.path)), "file": entry.path})
-        except FileNotFoundError:
-            # Its process has just ended.
-            continue
-        except OSError as error:
-            skipped.append(f"{printable(entry.path)} cannot be read: {error.strerror}")
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
-            skipped.append(f"{printable(entry.path)} is not a state file of this package's")
-    return sorted(found, key=lambda state: state["began"]), skipped
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    """What `record` wrote, each value of its type and printable."""
-    # Between writing a shorter state and cutting the file there is a rest of the last one.
-    state = json.JSONDecoder().raw_decode(text)[0]
-    words = {key: printable(str(state[key])) for key in ("host", "role", "extension", "sglang")}
-    capabilities = {
-        printable(name): {key: c[key] if key == "enabled" or c[key] is None else printable(str(c[key])) for key in KEPT}
-        for name, c in state["capabilities"].items()
-    }
-    counters = {
-        printable(name): {printable(what): int(number) for what, number in counts.items()}
-        for name, counts in state["counters"].items()
-    }
-    numbers = {"pid": int(state["pid"]), "began": float(state["began"]), "written": float(state["written"])}
-    return {**numbers, **words, "capabilities": capabilities, "counters": counters}
-
-
-def printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,9 +1,9 @@
-"""Every environment variable, its default, and what it accepts."""
-
-from __future__ import annotations
+"""Every environment variable that this package reads, its default, and what it accepts."""
 
 import os
 from typing import NamedTuple
+
+from .errors import SettingError
 
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
@@ -17,30 +17,12 @@ class Setting(NamedTuple):
 
 
 MASTER = Setting("SGLANG_AITER_EXT", True, "the whole extension; off wraps nothing and imports nothing")
-PA = Setting(
-    "SGLANG_USE_AITER_PA",
-    False,
-    "`decode_pa`: full-attention layers of hybrid models decode through AITER paged attention",
-)
-ASM = Setting(
-    "SGLANG_AITER_ASM_CONTEXT_PREFILL",
-    True,
-    "`asm_context_prefill`: chunked prefill gathers the paged fp8 K/V and calls the gfx950 ASM kernel",
-)
-STRICT = Setting(
-    "SGLANG_AITER_EXT_STRICT",
-    False,
-    'every "could not apply", and what goes wrong in a call, becomes an error instead of a log line',
-)
+PA = Setting("SGLANG_USE_AITER_PA", False, "`decode_pa`: full-attention layers of hybrid models decode through AITER paged attention")  # fmt: skip
+ASM = Setting("SGLANG_AITER_ASM_CONTEXT_PREFILL", True, "`asm_context_prefill`: chunked prefill gathers the paged fp8 K/V and calls the gfx950 ASM kernel")  # fmt: skip
+STRICT = Setting("SGLANG_AITER_EXT_STRICT", False, 'every "could not apply", and what goes wrong in a call, becomes an error instead of a log line')  # fmt: skip
 DISABLE = Setting("SGLANG_AITER_EXT_DISABLE", None, "comma-separated names of capabilities to leave off")
-STATE = Setting(
-    "SGLANG_AITER_EXT_STATE_DIR", None, "a folder where each process keeps a file for `doctor --running`; absolute path"
-)
+STATE = Setting("SGLANG_AITER_EXT_STATE_DIR", None, "a folder where each process keeps a file for `doctor --running`; absolute path")  # fmt: skip
 SETTINGS = (MASTER, PA, ASM, STRICT, DISABLE, STATE)
-
-
-class SettingError(ValueError):
-    """A variable holds something this package does not accept."""
 
 
 def boolean(setting: Setting) -> bool:
@@ -50,13 +32,11 @@ def boolean(setting: Setting) -> bool:
     """
     raw = os.environ.get(setting.name, "")
     value = raw.strip().lower()
-    if value in TRUE:
-        return True
-    if value in FALSE:
-        return False
-    if not value:
-        return bool(setting.default)
-    raise SettingError(f"{setting.name}={raw!r} is not accepted: use {ACCEPTED}")
+    if value in TRUE + FALSE:
+        return value in TRUE
+    if value:
+        raise SettingError(f"{setting.name}={raw!r} is not accepted: use {ACCEPTED}")
+    return bool(setting.default)
 
 
 def is_on(setting: Setting) -> bool:
@@ -68,6 +48,7 @@ def is_on(setting: Setting) -> bool:
 
 
 def strict() -> bool:
+    """Whether what would be a log line is to be an error."""
     return is_on(STRICT)
 
 
@@ -77,7 +58,7 @@ def disabled(known: tuple[str, ...]) -> frozenset[str]:
 
 
 def errors(known: tuple[str, ...]) -> dict[str, SettingError]:
-    """Every variable that holds something unaccepted; `known` are the names of the capabilities."""
+    """The error of each variable whose value is not accepted; `known` are the names of the capabilities."""
     found = {}
     for setting in SETTINGS:
         try:
@@ -93,13 +74,11 @@ def errors(known: tuple[str, ...]) -> dict[str, SettingError]:
 
 
 def check_disabled(known: tuple[str, ...]) -> None:
-    """Raises SettingError when SGLANG_AITER_EXT_DISABLE names something unknown."""
+    """Raises SettingError where SGLANG_AITER_EXT_DISABLE names something that is no capability."""
     unknown = [name for name in _named() if name not in known]
     if unknown:
-        raise SettingError(
-            f"{DISABLE.name}={os.environ[DISABLE.name]!r} is not accepted: {', '.join(unknown)} is not a capability;"
-            f" use any of {', '.join(known)}, separated by commas"
-        )
+        what = f"{', '.join(unknown)} is not a capability; use any of {', '.join(known)}, separated by commas"
+        raise SettingError(f"{DISABLE.name}={os.environ[DISABLE.name]!r} is not accepted: {what}")
 
 
 def state_folder() -> str | None:
@@ -112,12 +91,3 @@ def state_folder() -> str | None:
 
 def _named() -> list[str]:
     return [name for part in os.environ.get(DISABLE.name, "").split(",") if (name := part.strip().lower())]
-
-
-def table() -> str:
-    """The Markdown table of README.md."""
-    rows = ["| variable | default | what it switches |", "| --- | --- | --- |"]
-    for setting in SETTINGS:
-        default = {True: "on", False: "off", None: "none"}[setting.default]
-        rows.append(f"| `{setting.name}` | {default} | {setting.meaning} |")
-    return "\n".join(rows)

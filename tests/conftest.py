@@ -39,10 +39,10 @@ def pytest_sessionfinish():
 @pytest.fixture
 def nothing_counted(monkeypatch):
     """This process has counted and logged nothing yet."""
-    from sglang_aiter_ext import counting
+    from sglang_aiter_ext import counting, logs
 
     monkeypatch.setattr(counting, "_counts", {})
-    monkeypatch.setattr(counting, "_logged", set())
+    monkeypatch.setattr(logs, "_said", set())
 
 
 def written(folder, files):

@@ -1,4 +1,4 @@
-"""SGLang's engine in a Ray actor with the extension, and an error where the extension is not active.
+"""This starts SGLang's engine with the extension in a Ray actor, and raises an error if the extension is not active.
 
     python3 ray_engine.py MODEL "A prompt"
 
@@ -10,12 +10,12 @@ import sys
 
 import ray
 
-#: Where the extension lies on every node; wrapt is in the nodes' Python.
+#: The extension is in this folder on every node, and wrapt is installed for the Python of the nodes.
 ENVIRONMENT = {"PYTHONPATH": "/opt/sglang-aiter-ext", "SGLANG_USE_AITER_PA": "1"}
 
 
 def check_active():
-    """Raises RuntimeError in a process whose SGLang will not be wrapped."""
+    """Raises RuntimeError if SGLang will not be wrapped in this process."""
     try:
         from sglang_aiter_ext.bootstrap import waiting
     except ImportError:

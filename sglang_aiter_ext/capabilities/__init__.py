@@ -1,4 +1,4 @@
-"""The capabilities, in the order they are applied and shown."""
+"""The capabilities, in the order in which they are applied and shown."""
 
 from .asm_context_prefill import CAPABILITY as ASM_CONTEXT_PREFILL
 from .decode_pa import CAPABILITY as DECODE_PA

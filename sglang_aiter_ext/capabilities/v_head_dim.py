@@ -4,20 +4,16 @@ Releases up to 0.5.9 ask the pool for the value buffer of layer 0. A hybrid pool
 full-attention layers and raises. It can be asked for its `v_head_dim` instead.
 """
 
-from __future__ import annotations
-
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Any
 
-from .. import activation
-from ..activation import Args, Kwargs
-from ..bootstrap import ATTENTION
-from ..capability import APPLY, UPSTREAM, Capability, Needs, Unsupported, Verdict
+from ..capability import APPLY, UPSTREAM, Args, Capability, Kwargs, Needs, Verdict, Wrapper
 from ..counting import count
-from ..installed import Release, calls, mentions
+from ..errors import Unsupported
+from ..names import BACKEND
+from ..source import Release, calls, mentions
 
 NAME = "v_head_dim"
-BACKEND = "srt.layers.attention.aiter_backend"
 
 
 def probe(release: Release) -> Verdict:
@@ -27,23 +23,22 @@ def probe(release: Release) -> Verdict:
     reads = calls(init, "get_value_buffer")
     if len(reads) != 1 or [getattr(a, "value", None) for a in reads[0].args] != [0]:
         raise Unsupported("AiterAttnBackend.__init__ neither asks for get_v_head_dim nor reads get_value_buffer(0)")
-    return Verdict(
-        APPLY, "AiterAttnBackend.__init__ reads the value buffer of layer 0, which a hybrid pool may not have"
-    )
+    reason = "AiterAttnBackend.__init__ reads the value buffer of layer 0, which a hybrid pool may not have"
+    return Verdict(APPLY, reason)
 
 
-def wrapper(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Around `AiterAttnBackend.__init__`; shows it layer 0 of a pool that has none."""
+def init(original: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Around `AiterAttnBackend.__init__`: shows it a layer 0 of a pool that has none."""
     runner = args[0] if args else kwargs.get("model_runner")
     pool: Any = getattr(runner, "token_to_kv_pool", None)
     if not hasattr(pool, "get_v_head_dim"):
-        return wrapped(*args, **kwargs)
-    original, own, asked = pool.get_value_buffer, "get_value_buffer" in vars(pool), False
+        return original(*args, **kwargs)
+    pools_own, own, asked = pool.get_value_buffer, "get_value_buffer" in vars(pool), False
 
     def get_value_buffer(layer_id: int) -> Any:
         nonlocal asked
         try:
-            return original(layer_id)
+            return pools_own(layer_id)
         except ValueError:
             if layer_id != 0:
                 raise
@@ -54,33 +49,31 @@ def wrapper(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
     pool.get_value_buffer = get_value_buffer
     try:
-        result = wrapped(*args, **kwargs)
+        result = original(*args, **kwargs)
     finally:
         if own:
-            pool.get_value_buffer = original
+            pool.get_value_buffer = pools_own
         else:
-            # The class's method shows again.
+            # The method of the class shows again.
             del pool.get_value_buffer
     if asked:
         count(NAME, "asked_pool")
     return result
 
 
-def install(module: ModuleType, release: Release) -> None:
-    activation.wrap(module, "AiterAttnBackend.__init__", wrapper)
+def wrappers(release: Release) -> Mapping[str, Wrapper]:
+    return {f"{BACKEND}.AiterAttnBackend.__init__": init}
 
 
 CAPABILITY = Capability(
     name=NAME,
     summary="build the AITER backend for a hybrid model whose layer 0 is a linear layer",
     why="`get_value_buffer(0)` raises on a hybrid pool when layer 0 is a linear layer",
-    wraps=("AiterAttnBackend.__init__",),
     upstream=("https://github.com/sgl-project/sglang/pull/18355",),
     until="0.5.10",
     switch=None,
-    targets=(f"{ATTENTION}.aiter_backend",),
     kernels=(),
-    needs=(Needs(BACKEND, "AiterAttnBackend.__init__", ("model_runner",)),),
+    needs=(Needs(BACKEND, "AiterAttnBackend.__init__", "model_runner"),),
     probe=probe,
-    install=install,
+    wrappers=wrappers,
 )

@@ -1,7 +1,5 @@
 """K and V rows of a batch, from the paged pool into contiguous varlen buffers, in one launch."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -30,7 +28,7 @@ def gather_rows(
     v_out = v_out.to(tl.pointer_type(WORD), bitcast=True)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < rows
-    # 64 bits: a pool passes 2 GiB.
+    # The offset needs 64 bits, since a pool passes 2 GiB.
     slot = tl.load(slots + row, mask=live, other=0).to(tl.int64)[:, None]
     row = row.to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]

@@ -1,7 +1,5 @@
 """Plain PyTorch forms of the kernels beside them: used on a CPU, and what those are held against."""
 
-from __future__ import annotations
-
 import torch
 
 FP8_MAX = 448.0

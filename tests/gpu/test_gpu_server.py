@@ -129,7 +129,7 @@ def test_a_server_without_a_usable_aiter_stops_with_that_message(kind):
     assert server.answers is None
     message = server.last_lines()[-1]
     assert "SGLANG_USE_AITER_PA=1 needs AITER's paged_attention_ragged" in message
-    assert servers.UNUSABLE[kind][1] in message and "Scheduler hit an exception: Traceback" not in server.log
+    assert servers.UNUSABLE[kind][1] in message
 
 
 def test_a_server_with_a_switch_that_cannot_be_read_stops_with_that_message():

@@ -7,10 +7,11 @@ import re
 import sys
 
 import environment
+import matrix
 
 sys.path.insert(0, str(environment.ROOT))
 from sglang_aiter_ext.capabilities import CAPABILITIES  # noqa: E402
-from sglang_aiter_ext.settings import DISABLE  # noqa: E402
+from sglang_aiter_ext.settings import DISABLE, SETTINGS  # noqa: E402
 
 PACKAGE = environment.ROOT / "sglang_aiter_ext"
 CAPABILITIES_PAGE = environment.ROOT / "docs" / "capabilities.md"
@@ -25,7 +26,7 @@ def table(name: str) -> str:
     rows = {
         "what": c.summary,
         "why": c.why,
-        "wraps": ", ".join(f"`{wrapped}`" for wrapped in c.wraps),
+        "wraps": ", ".join(wraps(c)),
         "AITER kernels it calls": ", ".join(f"`{kernel}`" for kernel in c.kernels) or "none",
         "upstream": ", ".join(f"[#{link.rsplit('/', 1)[1]}]({link})" for link in c.upstream),
         "not needed from": c.until,
@@ -33,6 +34,17 @@ def table(name: str) -> str:
     }
     lines = [f"| {row} | {value} |" for row, value in rows.items()]
     return "\n".join(["", lines[0], "| --- | --- |", *lines[1:], "", ""])
+
+
+def wraps(capability) -> list[str]:
+    """What it wraps, as its wrappers say for each release; the releases are named where not all have it."""
+    by_release = {version: capability.wraps(matrix.release(version)) for version in environment.RELEASES}
+    applies = [version for version, names in by_release.items() if names]
+    found = []
+    for name in dict.fromkeys(name for names in by_release.values() for name in names):
+        where = [version for version in applies if name in by_release[version]]
+        found.append(f"`{name}`" + ("" if where == applies else f" ({where[0]} to {where[-1]})"))
+    return found
 
 
 def capabilities(text: str) -> str:
@@ -45,34 +57,67 @@ def modules():
         yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
 
 
-def reasons(module: str) -> set[str]:
-    """The reasons that `module` counts and logs: the first word of each (reason, message, ...) it makes."""
-    tree = dict(modules())[module]
+def imports() -> set[tuple[str, str]]:
+    """(file, file) of each import of one file of the package in another, also inside of functions, without `.py`."""
     found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Return, ast.Assign)) and isinstance(node.value, ast.Tuple):
-            found.add(getattr(node.value.elts[0], "value", None))
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("decline", "failure"):
-            found.add(node.args[0].value)  # type: ignore[attr-defined]
-    return {word for word in found if isinstance(word, str) and re.fullmatch(r"[a-z0-9_]+", word)}
+    files = {path.removesuffix(".py").removesuffix("/__init__"): tree for path, tree in modules()}
+    for importer, tree in files.items():
+        inside = (PACKAGE / importer).is_dir() or importer == "__init__"
+        folder = [] if importer == "__init__" else importer.split("/")[: None if inside else -1]
+        for node in (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level):
+            base = folder[: len(folder) - node.level + 1] + (node.module.split(".") if node.module else [])
+            for alias in node.names:
+                whole = "/".join([*base, alias.name])
+                found.add((importer, whole if whole in files else "/".join(base) or "__init__"))
+    return found
 
 
-#: Exceptions that a user may see.
-RAISED = ("DecodeError", "SettingError", "CouldNotApply", "LookupError", "NothingToServe")
-LOGS = ("log_once", "log_when_set_up", "log", "_report")
+def picture(page: str) -> tuple[dict[str, set[str]], set[tuple[str, str]]]:
+    """The rooms of the last flowchart of `page` with their nodes, and its arrows from nodes or rooms to others."""
+    rooms: dict[str, set[str]] = {}
+    arrows = set()
+    room = None
+    for line in re.findall(r"^```mermaid\n(.*?)^```", page, re.M | re.S)[-1].splitlines()[1:]:
+        line = re.sub(r'\[".*?"\]', "", line.strip())
+        if line == "end":
+            room = None
+        elif line.startswith("subgraph "):
+            room = rooms.setdefault(line.split()[1], set())
+        elif "~~~" not in line:
+            steps = [step.replace("&", " ").split() for step in line.split("-->")]
+            arrows |= {(a, b) for before, after in zip(steps, steps[1:]) for a in before for b in after}
+            if room is not None:
+                room |= {name for step in steps for name in step}
+    return rooms, arrows
+
+
+def reasons(folder: str) -> set[str]:
+    """The reasons that a capability counts and logs: the first argument of each `Decline` that its files make."""
+    found = set()
+    for path, tree in modules():
+        for node in ast.walk(tree) if path.startswith(folder) else ():
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("Decline", "decline", "_failure"):
+                found.add(getattr(node.args[0], "value", None))
+    return {word for word in found if isinstance(word, str)}
+
+
+#: Exceptions that a user may see, and functions that log.
+SAID = ("DecodeError", "SettingError", "CouldNotApply", "UnusableAiter", "once", "when_configured", "_log")
+#: What a message is called where it is put together first. The messages of declines are explained by their reasons.
+CALLED = ("message", "problem", "needs", "lacks", "changes", "what", "hint", "failed")
 
 
 def messages() -> set[str]:
-    """The longest fixed piece of each log line, error and reason for one (`..._problem`, `problem = ...`) of the package."""
-    found = []
+    """The longest fixed piece of each log line, error and reason of the package (`..._problem`, `text = ...`)."""
+    found: list[list[ast.AST]] = []
     for _, tree in modules():
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in RAISED + LOGS:
-                found.append(node.args)
+            if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in SAID:
+                found.append(list(node.args))
             elif isinstance(node, ast.FunctionDef) and node.name.endswith("_problem"):
                 found += [[n.value] for n in ast.walk(node) if isinstance(n, ast.Return) and n.value]
-            elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "problem":
-                found.append([part for part in ast.walk(node.value) if isinstance(part, ast.JoinedStr)])
+            elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in CALLED:
+                found.append([n for n in ast.walk(node.value) if isinstance(n, (ast.JoinedStr, ast.Constant))])
     pieces = (max((text for node in nodes for text in _fixed(node)), key=len, default="") for nodes in found)
     return {piece for piece in pieces if len(piece) > 8}
 
@@ -84,6 +129,15 @@ def _fixed(node: ast.AST) -> list[str]:
         if not isinstance(part, ast.Constant) or isinstance(part.value, str)
     )
     return [piece.strip(" ,") for piece in re.split(r"\0|%\.?\d*[sdf]", whole)]
+
+
+def switches() -> str:
+    """The table of variables in README.md."""
+    rows = ["| variable | default | what it switches |", "| --- | --- | --- |"]
+    for setting in SETTINGS:
+        default = {True: "on", False: "off", None: "none"}[setting.default]
+        rows.append(f"| `{setting.name}` | {default} | {setting.meaning} |")
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":

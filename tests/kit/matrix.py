@@ -9,7 +9,7 @@ import environment
 
 sys.path.insert(0, str(environment.ROOT))
 from sglang_aiter_ext.capabilities import CAPABILITIES  # noqa: E402
-from sglang_aiter_ext.installed import Release  # noqa: E402
+from sglang_aiter_ext.source import Release  # noqa: E402
 
 
 def release(version: str) -> Release:

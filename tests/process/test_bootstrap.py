@@ -33,9 +33,10 @@ def modules(**env):
     return set(json.loads(done.stdout))
 
 
-def test_start_up_prints_nothing_and_imports_three_modules_of_ours():
+def test_start_up_prints_nothing_and_imports_four_modules_of_ours():
     bare = modules(PYTHONPATH="")
-    assert modules() - bare == {"sitecustomize", "sglang_aiter_ext", "sglang_aiter_ext.bootstrap"}
+    ours = {"sglang_aiter_ext", "sglang_aiter_ext.bootstrap", "sglang_aiter_ext.names"}
+    assert modules() - bare == {"sitecustomize", *ours}
 
 
 OPENED = """
@@ -183,7 +184,7 @@ def test_one_that_chains_back_to_us_ends_with_each_having_run_once(tmp_path):
     assert (ran, ours, done.stderr) == (["agent", "last"], True, "")
 
 
-def test_an_error_in_the_shadowed_one_is_reported_as_without_us(tmp_path):
+def test_an_error_in_the_shadowed_one_is_logged_as_without_us(tmp_path):
     folder = other(tmp_path / "theirs", "module", "raise ValueError('theirs')")
     ours = python(code="print('goes on')", path=[folder])
     plain = python(code="print('goes on')", PYTHONPATH=str(folder))

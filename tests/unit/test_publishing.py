@@ -121,59 +121,6 @@ def test_the_file_goes_at_exit_and_the_one_of_a_killed_process_is_stale(served):
     assert re.fullmatch(rf"{stamp} sglang-aiter-ext \S+ on SGLang {RELEASE}: decode_pa apply \(off\), .*", line)
 
 
-def test_running_says_what_is_wrong_with_the_folder(tmp_path):
-    done = doctor(tmp_path)
-    assert (done.returncode, done.stdout.startswith("no process keeps a file in")) == (1, True)
-    done = doctor(tmp_path / "none")
-    assert done.returncode == 2
-    assert "none: No such file or directory; use the folder that SGLANG_AITER_EXT_STATE_DIR names" in done.stderr
-
-
-OURS = {
-    "pid": 1, "host": "a", "role": "r", "began": 1.0, "written": 1.0, "extension": "0", "sglang": "0", "counters": {},
-    "capabilities": {
-        "decode_pa": {"state": "off", "enabled": True, "verdict": "unsupported", "reason": "no X", "error": None}
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "text", ["{not json", "[]", "3", "null", "{}", '{"pid": 3}', "[" * 100_000, "\0\0", '{"began": "x"}',
-             json.dumps({**OURS, "capabilities": None}), json.dumps({**OURS, "began": "soon"})],
-)  # fmt: skip
-def test_a_file_that_is_not_ours_is_named_and_hides_no_other(text, tmp_path):
-    (tmp_path / "other.json").write_text(text)
-    (tmp_path / "ours.json").write_text(json.dumps(OURS))
-    os.mkfifo(tmp_path / "pipe.json")
-    done = doctor(tmp_path)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert f"{tmp_path}/other.json is not a state file of this package's" in done.stdout
-    assert re.search(r"^1 +a +r +stale", done.stdout, re.M) and "1 decode_pa: unsupported: no X" in done.stdout
-
-
-def test_what_a_file_says_is_printed_as_one_line_of_plain_letters(tmp_path):
-    text = json.dumps({**OURS, "role": "two\nlines \x1b[31m\ud800"})
-    # The rest of a longer state that was there before.
-    (tmp_path / "ours.json").write_text(text + '"}')
-    assert re.search(r"two\?lines \?\[31m\? +stale", doctor(tmp_path).stdout)
-
-
-def test_a_live_process_with_a_capability_it_cannot_have_is_status_1(tmp_path):
-    import fcntl
-
-    with open(tmp_path / "ours.json", "w") as file:
-        file.write(json.dumps(OURS))
-        file.flush()
-        fcntl.flock(file, fcntl.LOCK_EX)
-        done = doctor(tmp_path)
-        assert done.returncode == 1 and "running" in done.stdout
-        file.seek(0)
-        file.write(json.dumps({**OURS, "capabilities": {}}))
-        file.truncate()
-        file.flush()
-        assert doctor(tmp_path).returncode == 0
-
-
 START = """
 import sys, os, json, stand_ins
 if 'nothing' not in sys.argv: import sglang.srt
@@ -237,7 +184,7 @@ def test_a_folder_that_takes_no_file_is_one_line_or_an_error_under_strict(tmp_pa
     done = start(taken, SGLANG_AITER_EXT_STRICT="1")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
-        f"sglang_aiter_ext.activation.CouldNotApply: SGLANG_AITER_EXT_STATE_DIR={taken} cannot be served"
+        f"sglang_aiter_ext.errors.CouldNotApply: SGLANG_AITER_EXT_STATE_DIR={taken} cannot be served"
     )
 
 
@@ -291,8 +238,22 @@ def test_a_forked_child_leaves_its_parents_file_alone(tmp_path):
         if os.fork() == 0:
             raise SystemExit
         os.wait()
-        from sglang_aiter_ext import publishing
-        print([p["alive"] for p in publishing.read(folder)[0]], len(os.listdir(folder)))
+        from sglang_aiter_ext.command import running
+        print([p["alive"] for p in running.processes(folder)[0]], len(os.listdir(folder)))
     """
     done = start(tmp_path, code=code)
     assert (done.stdout, done.stderr) == ("[True] 1\n", "")
+
+
+def test_under_strict_a_sink_that_cannot_be_made_leaves_no_other_behind(tmp_path, monkeypatch):
+    from sglang_aiter_ext import publishing
+    from sglang_aiter_ext.errors import CouldNotApply
+
+    monkeypatch.setenv("SGLANG_AITER_EXT_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setenv("SGLANG_AITER_EXT_STRICT", "1")
+    monkeypatch.setattr(publishing, "Metrics", lambda: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(CouldNotApply, match="/metrics cannot be served: division by zero"):
+            publishing.begin()
+        assert os.listdir(tmp_path) == [] and publishing._sinks == []

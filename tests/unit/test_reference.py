@@ -12,7 +12,7 @@ import aiter  # noqa: E402
 import torch  # noqa: E402
 from aiter.ops.triton.attention.unified_attention import unified_attention  # noqa: E402
 
-from sglang_aiter_ext import installed  # noqa: E402
+from sglang_aiter_ext import aiter_kernels, source  # noqa: E402
 
 FUNCTIONS = {
     "flash_attn_varlen_func": ("ops/mha.py", aiter.flash_attn_varlen_func),
@@ -49,10 +49,10 @@ def test_parameters_are_aiters_in_aiters_order(name):
 
 @pytest.mark.parametrize("release", environment.RELEASES)
 def test_every_call_in_sglangs_aiter_backend_binds(release):
-    source = environment.place("sglang", release) / "sglang/srt/layers/attention/aiter_backend.py"
-    tree, seen = ast.parse(source.read_text()), set()
+    file = environment.place("sglang", release) / "sglang/srt/layers/attention/aiter_backend.py"
+    tree, seen = ast.parse(file.read_text()), set()
     for name, (_, function) in FUNCTIONS.items():
-        for call in installed.calls(tree, name):
+        for call in source.calls(tree, name):
             keywords = {k.arg: None for k in call.keywords if k.arg}
             inspect.signature(function).bind(*[None] * len(call.args), **keywords)
             seen.add(name)
@@ -60,9 +60,9 @@ def test_every_call_in_sglangs_aiter_backend_binds(release):
 
 
 def test_the_packages_own_list_of_parameters_fits():
-    for name in installed.KERNEL_PARAMETERS:
-        assert installed.kernel_problem(aiter, name) is None
-    problem = installed.kernel_problem(
+    for name in aiter_kernels.PARAMETERS:
+        assert aiter_kernels.kernel_problem(aiter, name) is None
+    problem = aiter_kernels.kernel_problem(
         type("Old", (), {"flash_attn_varlen_fp8_pertensor_func": lambda q, k, v, cu_seqlens_q: 0}),
         "flash_attn_varlen_fp8_pertensor_func",
     )

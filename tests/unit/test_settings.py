@@ -1,8 +1,10 @@
 """Every variable in every accepted spelling, and in one that is not."""
 
+import environment
 import pytest
 
 from sglang_aiter_ext import settings
+from sglang_aiter_ext.errors import SettingError
 
 BOOLEANS = [s for s in settings.SETTINGS if s.default is not None]
 
@@ -24,7 +26,7 @@ def test_accepted_spellings(setting, monkeypatch):
 @pytest.mark.parametrize("setting", BOOLEANS, ids=lambda s: s.name)
 def test_anything_else_names_the_variable_the_value_and_what_is_accepted(setting, value, monkeypatch):
     monkeypatch.setenv(setting.name, value)
-    with pytest.raises(settings.SettingError) as error:
+    with pytest.raises(SettingError) as error:
         settings.boolean(setting)
     assert (
         str(error.value)
@@ -36,7 +38,7 @@ def test_the_disable_list(monkeypatch):
     known = ("decode_pa", "v_head_dim")
     monkeypatch.setenv("SGLANG_AITER_EXT_DISABLE", " V_Head_Dim ,, other")
     assert settings.disabled(known) == {"v_head_dim"}
-    with pytest.raises(settings.SettingError, match="other is not a capability; use any of decode_pa, v_head_dim"):
+    with pytest.raises(SettingError, match="other is not a capability; use any of decode_pa, v_head_dim"):
         settings.check_disabled(known)
     monkeypatch.setenv("SGLANG_AITER_EXT_DISABLE", "decode_pa,V_HEAD_DIM")
     settings.check_disabled(known)
@@ -50,7 +52,7 @@ def test_the_state_folder_is_an_absolute_path_or_none(monkeypatch, value, folder
     monkeypatch.setenv("SGLANG_AITER_EXT_STATE_DIR", value)
     assert settings.state_folder() == folder
     monkeypatch.setenv("SGLANG_AITER_EXT_STATE_DIR", "a/b")
-    with pytest.raises(settings.SettingError, match="SGLANG_AITER_EXT_STATE_DIR='a/b' is not accepted"):
+    with pytest.raises(SettingError, match="SGLANG_AITER_EXT_STATE_DIR='a/b' is not accepted"):
         settings.state_folder()
 
 
@@ -74,8 +76,10 @@ def test_a_strict_that_cannot_be_read_is_off(monkeypatch):
     assert settings.strict() is False
 
 
-def test_the_readme_lists_every_switch():
-    import environment
-
-    readme = (environment.ROOT / "README.md").read_text()
-    assert settings.table() in readme
+def test_the_readme_lists_every_switch_with_its_default_and_its_meaning():
+    """The table is written out there, so that it can be read without the source."""
+    rows = ["| variable | default | what it switches |", "| --- | --- | --- |"]
+    for setting in settings.SETTINGS:
+        default = {True: "on", False: "off", None: "none"}[setting.default]
+        rows.append(f"| `{setting.name}` | {default} | {setting.meaning} |")
+    assert "\n".join(["", *rows, "", ""]) in (environment.ROOT / "README.md").read_text()

@@ -1,20 +1,17 @@
 """Verdicts over every released wheel: from the code, never from the version."""
 
-import json
 import shutil
-import subprocess
-import sys
-import venv
 
-import child
 import environment
 import matrix
 import pytest
 from environment import since
 
-from sglang_aiter_ext import installed
 from sglang_aiter_ext.capabilities import CAPABILITIES
-from sglang_aiter_ext.capabilities.decode_pa import Facts
+from sglang_aiter_ext.capabilities.decode_pa.release import Facts
+from sglang_aiter_ext.capability import short
+from sglang_aiter_ext.names import TARGETS
+from sglang_aiter_ext.source import Release, mentions
 
 BACKEND = "srt/layers/attention/aiter_backend.py"
 
@@ -60,6 +57,29 @@ def test_the_facts_decode_relies_on(version):
     assert facts.layer_at == (0 if version in since("0.5.9") else 3)
 
 
+@pytest.mark.parametrize("version", environment.RELEASES)
+def test_what_is_wrapped_lies_in_a_target_of_its_capability_and_is_defined_or_imported_there(version):
+    release, seen = matrix.release(version), 0
+    for capability in CAPABILITIES:
+        assert capability.targets <= set(TARGETS)
+        if expected(version)[capability.name] != "apply":
+            assert capability.wraps(release) == []
+            continue
+        names = list(capability.wrappers(release))
+        assert names and capability.wraps(release) == [short(name) for name in names]
+        for name in names:
+            (target,) = (target for target in capability.targets if name.startswith(f"{target}."))
+            source, inner = release.source(target), name.removeprefix(f"{target}.")
+            # What the module imports, such as a kernel of AITER's, is called in it.
+            assert source.function(inner) is not None or ("." not in inner and mentions(source.tree, inner)), name
+            seen += 1
+        # And it wraps something in each of its targets, so that `pending` ends.
+        assert {target for target in capability.targets if any(n.startswith(f"{target}.") for n in names)} == (
+            capability.targets
+        )
+    assert seen >= 3
+
+
 @pytest.mark.slow
 def test_the_readme_shows_the_matrix():
     assert matrix.table() in (environment.ROOT / "README.md").read_text()
@@ -70,7 +90,7 @@ def copied(tmp_path, version, *files):
     source = environment.place("sglang", version) / "sglang"
     target = tmp_path / "sglang"
     needed = {BACKEND, "srt/model_executor/model_runner.py", *files}
-    needed |= {need.module.replace(".", "/") + ".py" for c in CAPABILITIES for need in c.needs}
+    needed |= {"/".join(need.module.split(".")[1:]) + ".py" for c in CAPABILITIES for need in c.needs}
     for name in needed:
         if (source / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +99,7 @@ def copied(tmp_path, version, *files):
 
 
 def verdicts_of(root):
-    release = installed.Release(root)
+    release = Release(root)
     return {c.name: tuple(c.verdict(release)) for c in CAPABILITIES}
 
 
@@ -88,7 +108,7 @@ def test_the_version_says_nothing(tmp_path):
     root = copied(tmp_path, "0.5.12.post1")
     for name in ("version.py", "_version.py"):
         (root / name).write_text("__version__ = version = '0.5.23'\n")
-    assert installed.Release(root).version == "0.5.23"
+    assert Release(root).version == "0.5.23"
     assert {n: v for n, (v, _) in verdicts_of(root).items()} == expected("0.5.12.post1")
 
 
@@ -145,121 +165,3 @@ def test_a_missing_module_and_a_broken_one_are_unsupported(tmp_path):
     (root / BACKEND).unlink()
     for name, (verdict, reason) in verdicts_of(root).items():
         assert verdict == "unsupported" and "no module sglang.srt.layers.attention.aiter_backend" in reason, name
-
-
-# ---- doctor ----
-
-
-def doctor(*arguments, path=(), **env):
-    entries = ":".join(map(str, path))
-    variables = child.clean_environment(PYTHONPATH=entries, **env)
-    command = [sys.executable, "-m", "sglang_aiter_ext", "doctor", *map(str, arguments)]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, cwd=environment.ROOT)
-
-
-REFERENCE = environment.ROOT / "tests" / "reference"
-
-
-def sglang(version):
-    return environment.place("sglang", version)
-
-
-@pytest.mark.slow
-def test_doctor_reports_in_the_fixed_shape_without_importing_anything():
-    done = doctor("--json", path=[sglang("0.5.18"), REFERENCE])
-    report = json.loads(done.stdout)
-    assert done.returncode == 0 and done.stderr == ""
-    assert report["sglang"] == {"version": "0.5.18", "path": str(sglang("0.5.18") / "sglang")}
-    assert (report["aiter"]["usable"], report["aiter"]["path"]) == (True, str(REFERENCE / "aiter"))
-    assert [set(row) for row in report["capabilities"]] == [{"name", "verdict", "reason", "enabled", "switch"}] * 5
-    assert {row["name"]: row["verdict"] for row in report["capabilities"]} == expected("0.5.18")
-    assert {row["name"]: row["enabled"] for row in report["capabilities"]}["decode_pa"] is False
-    assert isinstance(report["activation"], dict)
-
-
-@pytest.mark.slow
-def test_doctor_imports_neither_sglang_nor_torch_nor_aiter():
-    code = "import sys; from sglang_aiter_ext import doctor; doctor.examine(); print(sorted({m.partition('.')[0] for m in sys.modules} & {'sglang', 'torch', 'aiter', 'wrapt'}))"
-    env = child.clean_environment(PYTHONPATH=f"{sglang('0.5.18')}:{REFERENCE}")
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=environment.ROOT)
-    assert done.stdout == "[]\n", done.stderr
-
-
-@pytest.mark.slow
-def test_doctor_exit_status():
-    assert doctor().returncode == 2
-    assert doctor(path=[sglang("0.5.18")]).returncode == 1  # no AITER
-    assert doctor(path=[sglang("0.5.18"), REFERENCE]).returncode == 0
-    assert doctor(path=[sglang("0.5.9"), REFERENCE]).returncode == 1  # asm_context_prefill is unsupported there
-    assert doctor(path=[sglang("0.5.9"), REFERENCE], SGLANG_AITER_ASM_CONTEXT_PREFILL="0").returncode == 0
-    assert doctor(path=[sglang("0.5.23")]).returncode == 0  # nothing enabled needs AITER from us
-    assert doctor(path=[sglang("0.5.23")], SGLANG_USE_AITER_PA="1").returncode == 1
-    assert doctor(path=[sglang("0.5.18")], SGLANG_AITER_EXT="0").returncode == 0
-
-
-def test_doctor_says_that_wrapt_is_missing_where_something_would_be_wrapped(tmp_path):
-    venv.create(tmp_path, symlinks=True)  # with nothing in it
-    command = [tmp_path / "bin" / "python", "-m", "sglang_aiter_ext", "doctor"]
-    for release, status in (("0.5.12.post1", 1), ("0.5.23", 0)):
-        env = child.clean_environment(PYTHONPATH=f"{sglang(release)}:{REFERENCE}")
-        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=environment.ROOT)
-        assert done.returncode == status
-        assert "Error       wrapt is not installed for this Python; nothing can be wrapped\n" in done.stdout
-    assert "wrapt" not in doctor(path=[sglang("0.5.23"), REFERENCE]).stdout
-
-
-def test_doctor_reads_an_unpacked_release_and_says_what_it_cannot_find(tmp_path):
-    for path in (sglang("0.5.23"), sglang("0.5.23") / "sglang"):
-        done = doctor("--sglang-path", path, "--json")
-        assert json.loads(done.stdout)["sglang"]["version"] == "0.5.23"
-    done = doctor("--sglang-path", tmp_path)
-    assert done.returncode == 2 and f"--sglang-path {tmp_path}: no SGLang there" in done.stderr
-
-
-def test_doctor_says_why_aiter_is_not_usable(tmp_path):
-    (tmp_path / "aiter").mkdir()
-    report = json.loads(doctor("--json", path=[tmp_path]).stdout)["aiter"]
-    assert not report["usable"] and "namespace package" in report["reason"] and str(tmp_path) in report["path"]
-    report = json.loads(doctor("--json", path=[environment.place("amd-aiter", environment.AITER)]).stdout)["aiter"]
-    assert not report["usable"]
-    assert (
-        "flash_attn_varlen_fp8_pertensor_func has parameter 3 'cu_seqlens_q' where 'q_descale' is expected"
-        in report["reason"]
-    )
-
-
-def test_doctor_survives_an_aiter_that_cannot_be_parsed(tmp_path):
-    (tmp_path / "aiter" / "ops").mkdir(parents=True)
-    (tmp_path / "aiter" / "__init__.py").write_text("")
-    (tmp_path / "aiter" / "ops" / "mha.py").write_text("def f(:\n")
-    done = doctor("--json", path=[sglang("0.5.23"), tmp_path])
-    report = json.loads(done.stdout)["aiter"]
-    assert not report["usable"] and "cannot be read" in report["reason"] and done.stderr == ""
-
-
-def test_doctor_reports_every_variable_that_cannot_be_read():
-    wrong = {"SGLANG_AITER_EXT_STRICT": "maybe", "SGLANG_AITER_EXT_DISABLE": "decode_paa", "SGLANG_USE_AITER_PA": "2"}
-    done = doctor(path=[sglang("0.5.23"), REFERENCE], **wrong)
-    assert done.returncode == 1
-    for name, value in wrong.items():
-        assert f"{name}={value!r} is not accepted" in done.stdout
-
-
-def test_doctor_says_what_hides_us_on_the_path(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("")
-    routes = json.loads(doctor("--json", path=[tmp_path, environment.ROOT]).stdout)["activation"]
-    assert (routes["pythonpath"], routes["hidden_by"], routes["this_process"]) == (
-        False,
-        str(tmp_path / "sitecustomize.py"),
-        False,
-    )
-    routes = json.loads(doctor("--json", path=[environment.ROOT, tmp_path]).stdout)["activation"]
-    assert (routes["pythonpath"], routes["hidden_by"], routes["this_process"]) == (True, None, True)
-
-
-def test_doctor_for_people_names_each_capability_and_variable():
-    done = doctor(path=[sglang("0.5.12.post1"), REFERENCE], SGLANG_USE_AITER_PA="banana")
-    assert "0.5.12.post1" in done.stdout
-    for capability in CAPABILITIES:
-        assert capability.name in done.stdout
-    assert "SGLANG_USE_AITER_PA='banana' is not accepted" in done.stdout

@@ -100,11 +100,11 @@ def wrong_gpu() -> dict:
     for arch in ("gfx1100:sramecc-", "gfx942:sramecc+:xnack-"):
         torch.cuda.current_device = lambda: 0
         torch.cuda.get_device_properties = lambda device, arch=arch: types.SimpleNamespace(gcnArchName=arch)
-        from sglang_aiter_ext import installed
-        from sglang_aiter_ext.capabilities import decode_pa
+        from sglang_aiter_ext import source
+        from sglang_aiter_ext.capabilities.decode_pa import building, release
 
         try:
-            decode_pa.check_aiter(decode_pa.facts(installed.release()))
+            building.check_aiter(release.facts(source.installed()))
             out[arch] = "usable"
         except Exception as error:
             out[arch] = f"{type(error).__name__}: {error}"

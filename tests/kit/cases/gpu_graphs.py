@@ -209,8 +209,8 @@ def breakable() -> dict:
 
 
 def memory() -> dict:
-    """What building the backend and its graph buffers takes of the GPU, and what the check expects."""
-    from sglang_aiter_ext.capabilities import decode_pa
+    """What building the backend and its graph buffers takes of the GPU, and what the check expects of the first."""
+    from sglang_aiter_ext.capabilities.decode_pa import building
 
     stack = harness.Stack(backend="triton", page_size=16, fp8=False, build=False, context_len=262144, max_requests=32, layers=2, full_interval=2, kv_slots=4096, graphs=True)  # fmt: skip
     before = torch.cuda.memory_allocated()
@@ -220,30 +220,9 @@ def memory() -> dict:
     full = stack.backend.full_attn_backend
     return {
         "built": built, "graphs": torch.cuda.memory_allocated() - before - built,
-        "expected": decode_pa.workspace_bytes(stack.runner), "expected_graphs": decode_pa.graph_bytes(stack.runner),
+        "expected": building.workspace_bytes(stack.runner),
         "entries": full.decode_backend.cuda_graph_kv_indices.numel(),
     }  # fmt: skip
-
-
-def counted() -> dict:
-    """What the check asks for with graphs and without, and where it begins to refuse; on a CPU too."""
-    from sglang_aiter_ext.capabilities import decode_pa
-
-    out = {}
-    torch.cuda.empty_cache = lambda: None
-    for name, graphs in (("with", True), ("without", False)):
-        runner = harness.Stack(backend="triton", build=False, graphs=graphs).runner
-        runner.device = "cuda"
-        needed = decode_pa.workspace_bytes(runner) + decode_pa.graph_bytes(runner)
-        out[name] = {"graphs": decode_pa.graph_bytes(runner)}
-        for free in (needed, needed - 1):
-            torch.cuda.mem_get_info = lambda free=free: (free, 1 << 40)
-            try:
-                decode_pa.check_memory(runner)
-                out[name][str(free - needed)] = "fits"
-            except decode_pa.DecodeError as error:
-                out[name][str(free - needed)] = str(error)
-    return out
 
 
 def refused() -> dict:

@@ -72,10 +72,10 @@ def dense_and_gdn() -> dict:
 
 def decode_router() -> dict:
     """The same dense cases on the router that decode_pa builds: Triton and, for decode, AITER."""
-    from sglang_aiter_ext.capabilities import decode_pa
+    from sglang_aiter_ext.capabilities.decode_pa.building import router_class
 
     make_triton = registry.ATTENTION_BACKENDS["triton"]
-    registry.ATTENTION_BACKENDS["triton"] = lambda runner: decode_pa.router_class()(
+    registry.ATTENTION_BACKENDS["triton"] = lambda runner: router_class()(
         runner, prefill_backend=make_triton(runner), decode_backend=registry.ATTENTION_BACKENDS["aiter"](runner)
     )
     return dense_and_gdn()

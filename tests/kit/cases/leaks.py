@@ -62,24 +62,6 @@ def _resident() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def _around(function, nothing, method=False):
-    """This package's wrappers of `function`, around `nothing`."""
-    from sglang_aiter_ext import activation
-
-    chain = []
-    while hasattr(function, "_sglang_aiter_ext_wrapper"):
-        chain.append(function._sglang_aiter_ext_wrapper)
-        function = function.__wrapped__
-    if not chain:
-        return nothing
-    holder = types.ModuleType("holder")
-    holder.Holder = type("Holder", (), {"function": nothing})
-    holder.function = nothing
-    for wrapper in reversed(chain):
-        activation.wrap(holder, "Holder.function" if method else "function", wrapper)
-    return holder.Holder.function if method else holder.function
-
-
 def calls() -> dict:
     """Each wrapper around a function that does nothing: served, declined and passed through."""
     for name in ("flash_attn_varlen_fp8_pertensor_func", "mha_batch_prefill_func", "paged_attention_ragged"):
@@ -87,9 +69,10 @@ def calls() -> dict:
     # With what SGLang itself needs on a CPU, so before it.
     from recording import counters, forget, harness  # isort: split
     import sglang.srt.layers.attention.aiter_backend as module
-    import sglang.srt.layers.attention.attention_registry as registry
-    import sglang.srt.layers.attention.hybrid_linear_attn_backend as hybrid
+    import sglang.srt.layers.attention.attention_registry
+    import sglang.srt.layers.attention.hybrid_linear_attn_backend  # noqa: F401
     from properties import harness_mode
+    from wrappers import around, is_ours
 
     import sglang_aiter_ext
 
@@ -105,8 +88,8 @@ def calls() -> dict:
     metadata, q = backend.forward_metadata, OUT
     cache = stack.token_to_kv_pool.get_kv_buffer(layer.layer_id)
     given = (q, *cache, backend.qo_indptr[:2], metadata.kv_indptr, metadata.kv_indices, 4, 24)
-    paged = _around(module.mha_batch_prefill_func, nothing)
-    extend = _around(module.AiterAttnBackend.forward_extend, lambda *args, **kwargs: paged(*given), True)
+    paged = around("aiter_backend.mha_batch_prefill_func", nothing)
+    extend = around("AiterAttnBackend.forward_extend", lambda *args, **kwargs: paged(*given), True)
     forget()
     out["forward_extend, served"] = measure(lambda: extend(backend, q, q, q, layer, batch), CALLS)
     served = counters().get("asm_context_prefill")
@@ -115,23 +98,23 @@ def calls() -> dict:
     out["forward_extend, declined"] = measure(lambda: extend(backend, q, q, q, layer, batch, sinks=q), CALLS)
     if paged is not nothing:
         out["the paged kernel"] = measure(lambda: paged(*given), CALLS)
-    if hasattr(module.is_gfx95_supported, "_sglang_aiter_ext_wrapper"):
-        out["is_gfx95_supported"] = measure(_around(module.is_gfx95_supported, nothing), CALLS)
+    if is_ours(module.is_gfx95_supported):
+        out["is_gfx95_supported"] = measure(around("aiter_backend.is_gfx95_supported", nothing), CALLS)
         layer.tp_q_head_num = 6
         out["forward_extend, head ratio"] = measure(lambda: extend(backend, q, q, q, layer, batch), CALLS)
         layer.tp_q_head_num = 8
     if hasattr(module, "_asm_context_prefill_gather_indices"):
-        build = _around(module._asm_context_prefill_gather_indices, nothing)
+        build = around("_asm_context_prefill_gather_indices", nothing)
         arguments = (metadata.kv_indptr, metadata.kv_indices, batch.seq_lens, 24)
-        extend = _around(module.AiterAttnBackend.forward_extend, lambda *args, **kwargs: build(*arguments), True)
+        extend = around("AiterAttnBackend.forward_extend", lambda *args, **kwargs: build(*arguments), True)
         out["gather indices"] = measure(lambda: extend(backend, q, q, q, layer, batch), CALLS)
 
     stack = harness.Stack(backend="triton", layers=2, full_interval=2, k_scale=0.5, v_scale=2.0)
     stack.grow({1: 20})
     (layer,) = stack.layers.values()
     batch = stack._forward_batch([1], [1], harness_mode("DECODE"))
-    kernel = _around(module.paged_attention_ragged, nothing)
-    decode = _around(hybrid.HybridLinearAttnBackend.forward_decode, lambda *args, **kwargs: kernel(*range(17)), True)
+    kernel = around("aiter_backend.paged_attention_ragged", nothing)
+    decode = around("HybridLinearAttnBackend.forward_decode", lambda *args, **kwargs: kernel(*range(17)), True)
     new = torch.zeros(1, 1, 256, dtype=torch.bfloat16)
     out["forward_decode, served"] = measure(
         lambda: decode(stack.backend, layer, batch, True, q, new, new, None, None, None, q_rope=None), CALLS
@@ -141,7 +124,7 @@ def calls() -> dict:
     linear = types.SimpleNamespace(layer_id=0)
     out["forward_decode, linear"] = measure(lambda: decode(stack.backend, linear, batch, True, q, new, new), CALLS)
     out["the decode kernel"] = measure(lambda: kernel(*range(17)), CALLS)
-    build = _around(registry.attn_backend_wrapper, lambda runner, full_attn_backend: None)
+    build = around("attention_registry.attn_backend_wrapper", lambda runner, full_attn_backend: None)
     stack.runner.is_draft_worker = True
     out["attn_backend_wrapper, left alone"] = measure(
         lambda: build(stack.runner, stack.backend.full_attn_backend), CALLS
@@ -159,12 +142,12 @@ def calls() -> dict:
 
 def refusing(function, *args, **kwargs):
     """A call that must raise what this package raises on purpose."""
-    from sglang_aiter_ext import activation, settings
+    from sglang_aiter_ext.errors import Refusal, SettingError
 
     def call():
         try:
             function(*args, **kwargs)
-        except (activation.Refusal, settings.SettingError):
+        except (Refusal, SettingError):
             return
         raise AssertionError("nothing was refused")
 
@@ -174,11 +157,12 @@ def refusing(function, *args, **kwargs):
 def building() -> dict:
     """The wrapper around AiterAttnBackend.__init__, with a pool whose layer 0 is asked for."""
     from recording import counters, harness  # isort: split
-    import sglang.srt.layers.attention.aiter_backend as module
+    import sglang.srt.layers.attention.aiter_backend  # noqa: F401
+    from wrappers import around
 
     stack = harness.Stack(backend="aiter", layers=2, full_interval=2, fp8=False, build=False)
     asked = lambda self, runner: runner.token_to_kv_pool.get_value_buffer(0).shape[-1]  # noqa: E731
-    init = _around(module.AiterAttnBackend.__init__, asked, True)
+    init = around("AiterAttnBackend.__init__", asked, True)
     holder = types.SimpleNamespace()
     assert init(holder, stack.runner) == stack.head_dim and counters()["v_head_dim"] == {"asked_pool": 1}
     return {"__init__": measure(lambda: init(holder, stack.runner), CALLS)}

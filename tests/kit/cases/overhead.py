@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 
 from recording import harness, torch
-
-from sglang_aiter_ext import activation
+from wrappers import around
 
 CALLS = 2000
 
@@ -65,10 +63,6 @@ def _mode(name):
 
 def measure(cls, name, instance, args) -> tuple[float, float]:
     """The installed wrappers of a method, around one that does nothing, called on a real instance."""
-    chain, function = [], cls.__dict__[name]
-    while hasattr(function, "_sglang_aiter_ext_wrapper"):
-        chain.append(function._sglang_aiter_ext_wrapper)
-        function = function.__wrapped__
 
     def nothing(self, *args, **kwargs):
         return None
@@ -78,8 +72,7 @@ def measure(cls, name, instance, args) -> tuple[float, float]:
         setattr(cls, name, nothing)
         call = getattr(instance, name)
         plain = microseconds(lambda: call(*args))
-        for wrapper in reversed(chain):
-            activation.wrap(sys.modules[cls.__module__], f"{cls.__name__}.{name}", wrapper)
+        setattr(cls, name, around(f"{cls.__name__}.{name}", nothing, method=True))
         call = getattr(instance, name)
         return microseconds(lambda: call(*args)), plain
     finally:

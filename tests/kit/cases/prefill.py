@@ -49,11 +49,11 @@ def saturation() -> dict:
 
 def several_layers() -> dict:
     """Four full-attention layers: one plan a batch, and none that outlives it."""
-    from sglang_aiter_ext.capabilities import asm_context_prefill as capability
+    from sglang_aiter_ext.capabilities.asm_context_prefill import decision
 
     plans = []
-    original = capability.plan_batch
-    capability.plan_batch = lambda *args: plans.append(1) or original(*args)
+    original = decision.plan_batch
+    decision.plan_batch = lambda *args: plans.append(1) or original(*args)
     stack = harness.Stack(layers=8, full_interval=2)
     stack.grow({1: 33, 2: 20, 3: 33, 4: 20})
     out = {"plans": [], "errors": [], "asm": []}
@@ -74,22 +74,6 @@ def several_layers() -> dict:
     out["plan_gone"] = plan() is None
     gc.collect()
     return out
-
-
-def page_table() -> dict:
-    """A table of one entry a page is recognised by its length and expanded."""
-    stack = harness.Stack(page_size=16)
-    stack.grow({1: 50, 2: 16})
-
-    def one_entry_a_page(stack, batch):
-        metadata = stack.backend.full_attn_backend.forward_metadata
-        table = stack.req_to_token_pool.req_to_token
-        rows = [table[r, :n:16] // 16 for r, n in zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist())]
-        metadata.kv_indices = torch.cat(rows).to(torch.int32)
-
-    with Trace() as trace:
-        result = stack.extend({1: 20, 2: 5}, tamper=one_entry_a_page)
-    return {"kernels": trace.kernels, "fp8_error": result.error(fp8_queries=True)}
 
 
 def guards() -> dict:
@@ -194,7 +178,6 @@ def declined_first_chunks() -> dict:
 
     kept = gather_kv.gather_kv
     case("zero_length_request", {1: 5, 2: 0})
-    case("table_ambiguous", {1: 1, 2: 1, 3: 1})
     case("forward_mode", {1: 5, 2: 8}, "MIXED")
     case(
         "out_of_memory",

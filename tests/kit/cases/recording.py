@@ -74,8 +74,8 @@ def counters() -> dict:
 def forget() -> None:
     """Zero the counters and forget what was logged."""
     try:
-        from sglang_aiter_ext import counting
+        from sglang_aiter_ext import counting, logs
     except ImportError:
         return
     counting._counts.clear()
-    counting._logged.clear()
+    logs._said.clear()

@@ -15,6 +15,7 @@ from typing import Optional
 import aiter
 import dill
 import torch
+from wrappers import is_ours
 
 Tensor = torch.Tensor
 NAMES = ("flash_attn_varlen_fp8_pertensor_func", "mha_batch_prefill_func", "paged_attention_ragged")
@@ -43,7 +44,7 @@ def functions() -> dict:
 
     out = {"wrapped": {}, "seen": {}}
     for name, function in wrapped_functions().items():
-        out["wrapped"][name] = hasattr(function, "__wrapped__") and hasattr(function, "_sglang_aiter_ext_wrapper")
+        out["wrapped"][name] = is_ours(function)
         out["seen"][name] = {
             "signature": str(inspect.signature(function)), "names": [function.__name__, function.__qualname__],
             "source": hashlib.sha256(inspect.getsource(function).encode()).hexdigest(), "doc": function.__doc__,

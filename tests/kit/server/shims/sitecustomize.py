@@ -1,8 +1,7 @@
 """In every process of a server under test, after the extension's own sitecustomize.
 
 SERVER_ON_CPU=1 makes SGLang import where there is no GPU; SERVER_LAYERS gives the model's
-full-attention layers what AITER's decode kernel lacks: `window` or `sinks`. SERVER_BREAKS=1 breaks
-SGLang's AITER backend in a way that is no refusal of the extension's.
+full-attention layers what AITER's decode kernel lacks: `window` or `sinks`.
 """
 
 import os
@@ -38,14 +37,3 @@ if os.environ.get("SERVER_LAYERS"):
                 self.register_parameter("sinks", torch.nn.Parameter(torch.zeros(1)))
 
         module.RadixAttention.__init__ = __init__
-
-
-if os.environ.get("SERVER_BREAKS"):
-    import wrapt
-
-    @wrapt.when_imported("sglang.srt.layers.attention.aiter_backend")
-    def break_backend(module):
-        def __init__(self, *args, **kwargs):
-            raise RuntimeError("not a refusal")
-
-        module.AiterAttnBackend.__init__ = __init__

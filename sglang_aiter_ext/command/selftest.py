@@ -1,7 +1,6 @@
 """`selftest`: AITER's kernels on the user's own GPU, at the user's shapes, against float32 attention."""
 
-from __future__ import annotations
-
+import argparse
 import dataclasses
 import importlib
 import pathlib
@@ -12,17 +11,18 @@ from typing import Any
 
 import torch
 
-from . import installed
-from .capabilities.asm_context_prefill import HEAD_DIM, TABLE_PADDING
-from .capabilities.decode_pa import PARTITION
-from .layers import HEAD_RATIOS
+from .. import aiter_kernels
+from ..aiter_kernels import HEAD_DIM, HEAD_RATIOS, PARTITION
+from ..capabilities.asm_context_prefill.decision import TABLE_PADDING
+from ..errors import NotRun, UnusableAiter
 
 try:
-    from .kernels import gather_kv
+    from ..kernels import gather_kv
 except ImportError:
-    # A PyTorch for CPUs may come without Triton; there the reference serves as well.
-    from .kernels import gather_kv_reference as gather_kv  # type: ignore[no-redef]
+    # A PyTorch for CPUs may come without Triton, and the reference serves as well there.
+    from ..kernels import gather_kv_reference as gather_kv  # type: ignore[no-redef]
 
+DEFAULT_SHAPE = {"heads": 16, "kv_heads": 2, "head_dim": 256}
 #: name -> (query heads, KV heads, head_dim) of a model's full-attention layers
 PRESETS = {"Qwen3.5-397B-A17B": (32, 2, 256)}
 #: Limits of the error's root mean square over the result's. An fp8 kernel rounds each probability to e4m3, by up to 2**-4
@@ -34,13 +34,9 @@ UNIFORM = "PA decode, fp8 KV, near-uniform attention"
 LOW_RANGE = "https://github.com/ROCm/aiter/issues/5642; use --kv-cache-dtype auto"
 
 
-class NotRun(Exception):
-    """The kernel does not cover this GPU or these shapes, and calling it might end the process."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """One full-attention layer on one GPU; `chunk` of the request's `tokens` are the queries of a prefill chunk."""
+    """One full-attention layer on one GPU. The last `chunk` of the request's `tokens` are the queries of a prefill."""
 
     heads: int
     kv_heads: int
@@ -59,20 +55,32 @@ class Shapes:
             raise ValueError(f"--chunk {self.chunk}: use at most --tokens {self.tokens}")
 
 
-def preset(name: str, tp: int) -> tuple[int, int, int]:
-    """(query heads, KV heads, head_dim) of one GPU of `tp`. Raises ValueError for what it does not know."""
-    if name not in PRESETS:
-        raise ValueError(f"--preset {name}: use {', '.join(PRESETS)}")
-    heads, kv_heads, head_dim = PRESETS[name]
-    if tp not in (1, 2, 4, 8):
-        raise ValueError(f"--tp {tp}: use 1, 2, 4 or 8")
-    # With more GPUs than KV heads each has a copy of one.
-    return heads // tp, max(1, kv_heads // tp), head_dim
+def shapes(options: argparse.Namespace) -> Shapes:
+    """The shapes that the options of the command ask for. Raises ValueError, which names an option, where they do not fit."""
+    given = {name: value for name in DEFAULT_SHAPE if (value := getattr(options, name)) is not None}
+    name, tp = options.preset, options.tp
+    if name is None and tp is not None:
+        raise ValueError(f"--tp {tp}: goes with --preset; else give --heads and --kv-heads of one GPU")
+    if name is not None:
+        tp = 1 if tp is None else tp
+        if given:
+            raise ValueError(f"--{next(iter(given)).replace('_', '-')}: --preset {name} says that already")
+        if name not in PRESETS:
+            raise ValueError(f"--preset {name}: use {', '.join(PRESETS)}")
+        if tp not in (1, 2, 4, 8):
+            raise ValueError(f"--tp {tp}: use 1, 2, 4 or 8")
+        heads, kv_heads, head_dim = PRESETS[name]
+        # With more GPUs than KV heads each has a copy of one.
+        given = {"heads": heads // tp, "kv_heads": max(1, kv_heads // tp), "head_dim": head_dim}
+    # A stand-in of plain PyTorch writes out all scores of a chunk.
+    tokens = options.tokens if options.tokens is not None else 5_000 if options.reference else 70_000
+    chunk = options.chunk if options.chunk is not None else min(tokens, 256 if options.reference else 16_384)
+    return Shapes(**{**DEFAULT_SHAPE, **given}, tokens=tokens, page_size=options.page_size, chunk=chunk)
 
 
 def use_reference() -> None:
     """Have `import aiter` give the PyTorch stand-in, of an installed package or of a checkout."""
-    package = pathlib.Path(__file__).resolve().parent
+    package = pathlib.Path(__file__).resolve().parents[1]
     places = (package / "reference", package.parent / "tests" / "reference")
     sys.path.insert(0, str(next(place for place in places if (place / "aiter").is_dir())))
 
@@ -128,7 +136,7 @@ class Bench:
         return float(error.nan_to_num(float("inf")))
 
     def gather(self) -> tuple[float, float]:
-        """Compared byte for byte."""
+        """The gather alone; its result is compared byte for byte."""
         got, seconds = self.measure(lambda: gather_kv.gather_kv(*self.quantised, self.slots))
         expected = [cache.view(torch.uint8)[self.slots.long()] for cache in self.quantised]
         return float(any(not torch.equal(a.view(torch.uint8), b) for a, b in zip(got, expected))), seconds
@@ -193,16 +201,16 @@ class Bench:
 
 
 def prepare(shapes: Shapes, reference: bool) -> Bench:
-    """The data of a run. Raises LookupError without a usable AITER."""
+    """The data of a self-test. Raises UnusableAiter without a usable AITER."""
     if reference:
         use_reference()
-    problem = installed.aiter_problem(*installed.KERNEL_PARAMETERS)
+    problem = aiter_kernels.import_problem(*aiter_kernels.PARAMETERS)
     if problem is not None:
-        raise LookupError(f"selftest needs AITER's kernels: {problem}; --reference runs it on a PyTorch stand-in")
+        raise UnusableAiter(f"selftest needs AITER's kernels: {problem}; --reference runs it on a PyTorch stand-in")
     return Bench(shapes, getattr(importlib.import_module("aiter"), "REFERENCE", False))
 
 
-def run(bench: Bench) -> int:
+def run_all(bench: Bench) -> int:
     """Print a line a kernel as it is done, then the answers. Returns 0, or 1 where one is no."""
     s, stand_in, aiter = bench.shapes, bench.stand_in, importlib.import_module("aiter")
     print(f"{bench.name}, torch {torch.__version__}, AITER at {aiter.__file__}")
@@ -226,11 +234,12 @@ def run(bench: Bench) -> int:
         print(f"{name:43} ", end="", flush=True)
         try:
             error, times[name] = step()
+        except NotRun as reason:
+            why[name] = f"{name}: {reason}"
+            print("not run")
         except Exception as failure:
-            why[name] = (
-                f"{name}: " + ("" if isinstance(failure, NotRun) else f"{type(failure).__name__}: ") + str(failure)
-            )
-            print("not run" if isinstance(failure, NotRun) else "failed")
+            why[name] = f"{name}: {type(failure).__name__}: {failure}"
+            print("failed")
         else:
             why[name] = None if error <= limit else f"{name}: error {error:.2g} is over {limit:.2g}"
             print(f"{error:8.2g} {limit:8.2g} {times[name] * 1e6:11,.1f} µs")

@@ -1,5 +1,6 @@
 """`selftest`: what it says of right kernels, of wrong ones and of what it is asked."""
 
+import argparse
 import os
 import re
 import signal
@@ -11,7 +12,8 @@ import child
 import environment
 import pytest
 
-from sglang_aiter_ext import __main__
+pytest.importorskip("torch")
+from sglang_aiter_ext.command import main, selftest
 
 SMALL = ("--tokens", "600", "--chunk", "40", "--heads", "4")
 REFERENCE = (child.TESTS / "reference" / "aiter" / "__init__.py").read_text()
@@ -21,7 +23,7 @@ def command(*arguments):
     return [sys.executable, "-m", "sglang_aiter_ext", "selftest", *arguments]
 
 
-def selftest(*arguments, aiter=None):
+def run(*arguments, aiter=None):
     path = [str(environment.ROOT), *([str(aiter)] if aiter else [])]
     env = child.clean_environment(PYTHONPATH=os.pathsep.join(path), OMP_NUM_THREADS="1")
     return subprocess.run(command(*arguments), env=env, capture_output=True, text=True, cwd="/")
@@ -47,7 +49,7 @@ def with_reference(folder, old, new):
 
 
 def test_right_kernels_are_within_bf16_rounding_and_every_answer_is_yes():
-    done = selftest("--reference", *SMALL)
+    done = run("--reference", *SMALL)
     assert done.returncode == 0, done.stderr
     found = errors(done)
     assert len(found) == 6 and found.pop("gather") == (0.0, 0.0)
@@ -75,7 +77,7 @@ LOW_RANGE = (
 
 
 def test_probabilities_cast_in_a_low_range_are_a_no_for_fp8_decode_alone(tmp_path):
-    done = selftest(*SMALL, aiter=with_reference(tmp_path, *LOW_RANGE))
+    done = run(*SMALL, aiter=with_reference(tmp_path, *LOW_RANGE))
     error, limit = errors(done)["PA decode, fp8 KV, near-uniform attention"]
     # The report measured about 15 %.
     assert 0.1 < error < 0.2 and limit == pytest.approx(2**-4, rel=0.01), done.stdout + done.stderr
@@ -95,7 +97,7 @@ def test_probabilities_cast_in_a_low_range_are_a_no_for_fp8_decode_alone(tmp_pat
     ],
 )  # fmt: skip
 def test_a_kernel_that_computes_something_else_is_a_no(tmp_path, old, new, capability):
-    done = selftest(*SMALL, aiter=with_reference(tmp_path, old, new))
+    done = run(*SMALL, aiter=with_reference(tmp_path, old, new))
     assert done.returncode == 1 and answers(done)[capability].startswith("no: "), done.stdout + done.stderr
 
 
@@ -104,28 +106,44 @@ def test_a_kernel_that_raises_does_not_end_the_others(tmp_path):
         '    _called("mha_batch_prefill_func"',
         '    raise RuntimeError("no module")\n    _called("mha_batch_prefill_func"',
     )
-    done = selftest(*SMALL, aiter=with_reference(tmp_path, *raising))
+    done = run(*SMALL, aiter=with_reference(tmp_path, *raising))
     assert answers(done)["head_ratio"] == "no: paged prefill: RuntimeError: no module"
     assert "PA decode, fp8 KV" in errors(done) and done.returncode == 1
 
 
 def test_off_gfx950_the_asm_kernel_is_not_called(tmp_path):
-    done = selftest(*SMALL, aiter=with_reference(tmp_path, "REFERENCE = True", "REFERENCE = False"))
+    done = run(*SMALL, aiter=with_reference(tmp_path, "REFERENCE = True", "REFERENCE = False"))
     assert answers(done)["asm_context_prefill"].startswith("no: ASM prefill, with its cast and gather: this is CPU")
 
 
 def test_shapes_the_asm_kernel_does_not_cover_are_not_given_to_it():
-    done = selftest("--reference", "--heads", "24", "--kv-heads", "4", "--tokens", "40", "--chunk", "8")
+    done = run("--reference", "--heads", "24", "--kv-heads", "4", "--tokens", "40", "--chunk", "8")
     assert "takes head_dim 256 and (1, 2, 4, 8, 16) query heads a KV head" in answers(done)["asm_context_prefill"]
     assert answers(done)["head_ratio"] == "yes"
 
 
-def test_the_preset_gives_a_gpus_share_of_the_heads():
-    from sglang_aiter_ext.selftest import preset
+def options(**given):
+    """The options of the command, with their defaults."""
+    names = ("preset", "tp", "heads", "kv_heads", "head_dim", "tokens", "chunk")
+    return argparse.Namespace(**{**dict.fromkeys(names), "page_size": 16, "reference": False, **given})
 
-    shares = [preset("Qwen3.5-397B-A17B", tp) for tp in (1, 2, 4, 8)]
-    assert shares == [(32, 2, 256), (16, 1, 256), (8, 1, 256), (4, 1, 256)]
-    done = selftest("--reference", "--preset", "Qwen3.5-397B-A17B", "--tp", "8", "--tokens", "40", "--chunk", "8")
+
+def test_what_is_not_asked_for_is_a_long_request_of_a_common_shape_and_a_short_one_on_the_stand_in():
+    assert selftest.shapes(options()) == selftest.Shapes(16, 2, 256, 70_000, 16, 16_384)
+    assert selftest.shapes(options(reference=True)) == selftest.Shapes(16, 2, 256, 5_000, 16, 256)
+    assert selftest.shapes(options(tokens=100, heads=4)) == selftest.Shapes(4, 2, 256, 100, 16, 100)
+    asked = dict(heads=8, kv_heads=4, head_dim=64, tokens=100, page_size=1, chunk=10)
+    assert selftest.shapes(options(**asked)) == selftest.Shapes(**asked)
+
+
+def test_the_preset_gives_a_gpus_share_of_the_heads():
+    shares = {1: (32, 2, 256), 2: (16, 1, 256), 4: (8, 1, 256), 8: (4, 1, 256)}
+    for tp, share in shares.items():
+        found = selftest.shapes(options(preset="Qwen3.5-397B-A17B", tp=tp))
+        assert (found.heads, found.kv_heads, found.head_dim) == share
+    # Without --tp it is one GPU's.
+    assert selftest.shapes(options(preset="Qwen3.5-397B-A17B")).heads == 32
+    done = run("--reference", "--preset", "Qwen3.5-397B-A17B", "--tp", "8", "--tokens", "40", "--chunk", "8")
     assert "4 query heads, 1 KV heads, head_dim 256" in done.stdout and done.returncode == 0
 
 
@@ -152,7 +170,7 @@ def test_bad_options_are_named_with_what_is_accepted(arguments, message, capsys,
     # Another test of this process may have imported the stand-in.
     monkeypatch.setitem(sys.modules, "aiter", None)
     with pytest.raises(SystemExit) as ended:
-        __main__.main(["selftest", *arguments])
+        main(["selftest", *arguments])
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -165,19 +183,19 @@ def test_a_reader_that_goes_away_ends_it_as_any_other_program():
 
 def test_without_triton_the_stand_in_does_the_gather_too(tmp_path):
     (tmp_path / "triton.py").write_text("raise ImportError('no triton')")
-    done = selftest("--reference", "--tokens", "40", "--chunk", "8", aiter=tmp_path)
+    done = run("--reference", "--tokens", "40", "--chunk", "8", aiter=tmp_path)
     assert done.returncode == 0 and len(errors(done)) == 6, done.stderr
 
 
 def test_ctrl_c_leaves_one_clean_line():
     env = child.clean_environment(PYTHONPATH=str(environment.ROOT), OMP_NUM_THREADS="1")
     process = subprocess.Popen(
-        command("--reference", "--tokens", "20000", "--chunk", "2000"), env=env, cwd="/", text=True,
+        command("--reference", "--tokens", "8000", "--chunk", "800"), env=env, cwd="/", text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     while not process.stdout.readline().startswith("kernel "):
         assert process.poll() is None
-    time.sleep(1)
+    time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "\nsglang-aiter-ext: interrupted\n")

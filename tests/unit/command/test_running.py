@@ -78,6 +78,8 @@ def test_only_files_whose_name_ends_as_ours_do_are_looked_at(tmp_path):
     "text", ["{not json", "[]", "3", "null", "{}", '{"pid": 3}', "[" * 100_000, "\0\0", '{"began": "x"}', "",
              json.dumps({**OURS, "capabilities": None}), json.dumps([*OURS]),
              json.dumps({name: value for name, value in OURS.items() if name != "counters"}),
+             json.dumps({name: value for name, value in OURS.items() if name != "written"}),
+             json.dumps({**OURS, "capabilities": {"x": {"state": "off"}}}),
              *(json.dumps({**OURS, **changed}) for changed in ({"capabilities": {"x": 3}}, {"capabilities": {"x": {}}}, {"host": None},
                                                               {"counters": 3}, {"counters": {"x": 3}}, {"began": "soon"}))],
 )  # fmt: skip

@@ -53,20 +53,22 @@ def build(known: Facts, original: Any, instance: Any, args: Args, kwargs: Kwargs
     if is_aiter(prefill):
         # Prefill has an AITER backend, with a workspace: decode runs on it too.
         check_aiter(known)
-        look_after(prefill, runner, layers_seen)
-        text = "full-attention layers: prefill and decode on %s"
-        logs.once(NAME, "routed", text, type(prefill).__name__, level=logging.INFO)
-        return original(runner, prefill)
-    decode = build_decode_backend(registry, runner, known)
-    router = router_class()(runner, prefill_backend=prefill, decode_backend=decode)
+        decode = chosen = prefill
+    else:
+        decode = build_decode_backend(registry, runner, known)
+        chosen = router_class()(runner, prefill_backend=prefill, decode_backend=decode)
     look_after(decode, runner, layers_seen)
-    built = original(runner, router)
+    built = original(runner, chosen)
     if NAME in wrapping.inert:
         # A module that SGLang imported just now could not be wrapped, which is logged: decode stays where it was.
         return original(*args, **kwargs)
-    text = "full-attention layers: prefill on %s, decode on %s (workspace %.2f GiB)"
-    kinds = type(prefill).__name__, type(decode).__name__
-    logs.once(NAME, "routed", text, *kinds, workspace_bytes(runner) / 2**30, level=logging.INFO)
+    if decode is prefill:
+        text = "full-attention layers: prefill and decode on %s"
+        logs.once(NAME, "routed", text, type(prefill).__name__, level=logging.INFO)
+    else:
+        text = "full-attention layers: prefill on %s, decode on %s (workspace %.2f GiB)"
+        kinds = type(prefill).__name__, type(decode).__name__
+        logs.once(NAME, "routed", text, *kinds, workspace_bytes(runner) / 2**30, level=logging.INFO)
     return built
 
 

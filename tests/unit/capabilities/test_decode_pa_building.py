@@ -291,8 +291,10 @@ def test_decode_stays_where_it_was_if_a_module_of_the_capability_could_not_be_wr
     monkeypatch.setattr(pa, "build_decode_backend", lambda registry, of, facts: AiterAttnBackend())
     monkeypatch.setattr(pa, "router_class", lambda: lambda of, **sides: (of, sides))
     monkeypatch.setattr(pa.wrapping, "inert", {pa.NAME})
-    one, full = runner(), Triton()
-    assert build(one, full) == (one, full) and lines() == []
+    monkeypatch.setattr(pa, "check_aiter", lambda facts: None)
+    for prefill in (Triton(), AiterAttnBackend()):
+        one, full = runner(), HybridAttnBackend(prefill_backend=prefill, decode_backend=Triton())
+        assert build(one, full) == (one, full) and lines() == []
 
 
 def test_an_aiter_prefill_backend_decodes_too(monkeypatch, lines):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from . import counting, logs, settings, source, wrapping
+from . import aiter_installed, counting, gpu, logs, settings, source, wrapping
 from .capabilities import CAPABILITIES
 from .capability import APPLY, UNSUPPORTED, Capability, Verdict, Wrapper, short
 from .errors import CouldNotApply, SettingError
@@ -49,10 +49,12 @@ class State:
 
     def row(self) -> dict[str, Any]:
         """What `status()` and `doctor` show of it."""
-        wraps = [short(f"{module}.{name}") for module, names in self.wrappers.items() for name in names]
+        acting = self.wrappers if self.verdict.verdict == APPLY else {}
+        wraps = [short(f"{module}.{name}") for module, names in acting.items() for name in names]
         return {
             "name": self.capability.name, "verdict": self.verdict.verdict, "reason": self.verdict.reason,
-            "enabled": self.enabled, "switch": self.switch, "state": self.state, "error": self.error, "wraps": wraps,
+            "enabled": self.enabled, "switch": self.switch, "asked_for": settings.asked_for(self.capability.switch),
+            "state": self.state, "error": self.error, "wraps": wraps,
         }  # fmt: skip
 
 
@@ -71,9 +73,15 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def evaluate(release: source.Release | None) -> dict[str, State]:
-    """The state of every capability for `release`, in their order, before anything is wrapped."""
+def evaluate(release: source.Release | None, gpus: tuple[str, ...] | None = None) -> dict[str, State]:
+    """The state of every capability for `release`, in their order, before anything is wrapped.
+
+    `gpus` are architectures such as ("gfx950",), those of this machine where it is None. The AITER is the one that
+    this Python would import.
+    """
     names = tuple(c.name for c in CAPABILITIES)
+    gpus = gpu.architectures() if gpus is None else gpus
+    aiter = aiter_installed.package()
     off, errors = settings.disabled(names), settings.errors(names)
     result = {}
     for capability in CAPABILITIES:
@@ -90,6 +98,10 @@ def evaluate(release: source.Release | None) -> dict[str, State]:
             except Exception as error:
                 if enabled or unreadable:
                     state.error, state.broken = f"{type(error).__name__}: {error}", True
+            state.verdict = capability.on_machine(gpus, aiter) or state.verdict
+            if state.verdict.verdict != APPLY and capability.internal_error is None:
+                # The others refuse where they meet the GPU, and need their wrappers for that.
+                state.wrappers.clear()
     return result
 
 
@@ -184,9 +196,9 @@ def _apply(state: State, module: ModuleType, late: bool) -> None:
     if state.broken:
         # Something stood in the way in another module, or before any was looked at.
         _could_not(f"{failed}: {state.error}", state.error)
-    elif state.verdict.verdict == UNSUPPORTED and state.enabled:
-        asked_for = capability.switch is not None and not capability.switch.default
-        _could_not(f"{failed}: {state.verdict.reason}", level=logging.WARNING if asked_for else logging.INFO)
+    elif state.verdict.verdict == UNSUPPORTED and state.enabled and not wrappers:
+        level = logging.WARNING if settings.asked_for(capability.switch) else logging.INFO
+        _could_not(f"{failed}: {state.verdict.reason}", level=level)
     elif kernels := [name for name in wrapping.missing(module, wrappers) if name in capability.kernels]:
         # SGLang says itself that it could not import AITER: only strict mode says it too. Wrappers in other
         # modules go on, since `decode_pa` refuses there what it cannot serve.

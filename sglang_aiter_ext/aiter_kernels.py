@@ -1,14 +1,10 @@
 """All that this package knows of AITER and asks of it: which kernels there are and what parameters they take."""
 
 import importlib
-import importlib.util
 import inspect
-import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from .source import Source, parameters
 
 PAGED_PREFILL = "mha_batch_prefill_func"
 ASM_PREFILL = "flash_attn_varlen_fp8_pertensor_func"
@@ -40,6 +36,18 @@ PARTITION = 256
 #: (sgl-project/sglang#38467).
 HEAD_DIM = 256
 HEAD_RATIOS = (1, 2, 4, 8, 16)
+ASM_GPU = "gfx950"
+#: The bytes that its 32-bit offsets reach, in the gathered K or V and in 512 bytes for each query row and head.
+ASM_REACH = 2**32
+#: What the ragged decode kernel covers: its GPUs, of which gfx90a has no fp8 (`pa_ragged.cuh`), and its head sizes,
+#: since its integer divisions truncate others.
+DECODE_GPUS = ("gfx90a", "gfx942", "gfx950")
+DECODE_GPUS_FP8 = ("gfx942", "gfx950")
+DECODE_HEAD_DIMS = (64, 128, 256)
+#: Query heads a KV head beyond which several KV heads a rank give wrong or unwritten heads.
+DECODE_RATIO = 16
+#: The elements of partial outputs that its reduce kernel addresses, with 32 bits (`pa_kernels.cuh`).
+DECODE_REACH = 2**32
 
 
 def by_name(kernel: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,41 +109,3 @@ def parameter_problem(name: str, found: list[str]) -> str | None:
             return f"{name} has parameter {index} {got!r} where {parameter!r} is expected"
     missing = [parameter for parameter in KEYWORDS[name] if parameter not in found]
     return f"{name} takes no {missing[0]!r}" if missing else None
-
-
-# ---- the AITER that is installed, which is not imported ----
-
-
-def on_path() -> dict[str, Any]:
-    """What the source of the AITER on the path tells: `usable`, `path`, `reason`, and in `kernels` a problem of each."""
-    try:
-        spec = importlib.util.find_spec("aiter")
-    except ValueError as error:
-        return _unusable(None, f"aiter cannot be looked for: {error}")
-    if spec is None:
-        return _unusable(None, "aiter is not installed for this Python")
-    if spec.origin is None:
-        path = ", ".join(spec.submodule_search_locations or [])
-        return _unusable(path, "an empty namespace package, not AITER: a folder of that name is on sys.path")
-    package = pathlib.Path(spec.origin).parent
-    try:
-        kernels = _kernels(package)
-    except (OSError, SyntaxError, ValueError) as error:
-        return _unusable(str(package), f"its source cannot be read: {error}")
-    problems = [problem for problem in kernels.values() if problem is not None]
-    reason = "; ".join(problems) or "its source has the kernels, with the parameters that are expected"
-    return {"usable": not problems, "path": str(package), "reason": reason, "kernels": kernels}
-
-
-def _unusable(path: str | None, reason: str) -> dict[str, Any]:
-    return {"usable": False, "path": path, "reason": reason, "kernels": dict.fromkeys(PARAMETERS, reason)}
-
-
-def _kernels(package: pathlib.Path) -> dict[str, str | None]:
-    files = (package / "ops/mha.py", package / "ops/attention.py", package / "__init__.py")
-    sources = [Source(path) for path in files if path.is_file()]
-    kernels = {}
-    for name in PARAMETERS:
-        function = next((f for s in sources if (f := s.function(name)) is not None), None)
-        kernels[name] = f"lacks {name}" if function is None else parameter_problem(name, parameters(function))
-    return kernels

@@ -1,6 +1,7 @@
 """What a capability is: a probe of the release that is installed, wrappers, and a switch."""
 
 import dataclasses
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -63,6 +64,9 @@ class Capability:
     `kernels` are those of AITER's that it calls or whose calls it changes; `check` is asked before anything
     is wrapped and raises what stands in the way. Where a wrapper fails, `internal_error` is what it raises
     in place of leaving the call to SGLang. `until` is the release from which on it is not needed.
+
+    `architectures` are the GPUs that it is for, all of them where there are none, and `aiter_problem` says
+    why the AITER in a folder cannot serve it, or None.
     """
 
     name: str
@@ -77,6 +81,8 @@ class Capability:
     wrappers: Callable[[Release], Mapping[str, Wrapper]]
     check: Callable[[], None] | None = None
     internal_error: type[Refusal] | None = None
+    architectures: tuple[str, ...] = ()
+    aiter_problem: Callable[[pathlib.Path], str | None] | None = None
 
     @property
     def targets(self) -> frozenset[str]:
@@ -97,6 +103,19 @@ class Capability:
             return Verdict(UNSUPPORTED, f"the source of the release cannot be read: {error}")
         except Exception as error:
             return Verdict(UNSUPPORTED, f"internal error of the probe: {type(error).__name__}: {error}")
+
+    def on_machine(self, gpus: tuple[str, ...], aiter: pathlib.Path | None) -> Verdict | None:
+        """What keeps it from acting on a machine with these `gpus` and this `aiter`, or None.
+
+        No GPU, or no AITER, means that it is not known, and keeps nothing from acting.
+        """
+        if gpus and self.architectures and not set(gpus) & set(self.architectures):
+            here, there = ", ".join(gpus), ", ".join(self.architectures)
+            # Who turned it on himself is to hear of it.
+            word = NOT_APPLICABLE if self.switch is None or self.switch.default else UNSUPPORTED
+            return Verdict(word, f"the GPU is {here}, and this is for {there}")
+        problem = self.aiter_problem(aiter) if self.aiter_problem is not None and aiter is not None else None
+        return problem and Verdict(UNSUPPORTED, problem)  # type: ignore[return-value]
 
     def wraps(self, release: Release | None) -> list[str]:
         """What it wraps in `release`, as `module.function`; nothing where the verdict is not `apply`."""

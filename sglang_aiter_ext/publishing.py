@@ -34,7 +34,7 @@ HELP = (
     " (outcome decode), and no replayed step."
 )
 #: Of what `status()` says of a capability.
-KEPT = ("state", "enabled", "verdict", "reason", "error")
+KEPT = ("state", "enabled", "asked_for", "verdict", "reason", "error")
 
 
 class StateFile:

@@ -47,6 +47,11 @@ def is_on(setting: Setting) -> bool:
         return False
 
 
+def asked_for(setting: Setting | None) -> bool:
+    """Whether the user turned it on himself: the variable is there and is not empty, and reads as on."""
+    return setting is not None and bool(os.environ.get(setting.name, "").strip()) and is_on(setting)
+
+
 def strict() -> bool:
     """Whether what would be a log line is to be an error."""
     return is_on(STRICT)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from ..aiter_kernels import ASM_GPU
 from ..capability import APPLY, NOT_APPLICABLE, UPSTREAM, Args, Capability, Kwargs, Needs, Verdict, Wrapper
 from ..counting import count
 from ..errors import Unsupported
@@ -89,4 +90,5 @@ CAPABILITY = Capability(
     needs=(Needs(BACKEND, EXTEND, leading="q k v layer forward_batch", mentions="forward_metadata"),),
     probe=probe,
     wrappers=wrappers,
+    architectures=(ASM_GPU,),
 )

@@ -1,7 +1,8 @@
-"""head_ratio: a model that the ASM kernels do not cover reaches the paged kernel instead of crashing.
+"""head_ratio: a model that the ASM kernels do not cover reaches the paged kernel instead of wrong heads.
 
 From 0.5.17 to 0.5.19 `forward_extend` calls the gfx950 fp8 ASM kernel for any ratio of query
-to KV heads. That kernel covers a few; a 24-query, 4-KV-head model ends the process. The branch
+to KV heads. That kernel finds the KV head by a shift, so it is right for powers of two: with 24 query
+heads over 4 KV heads, heads of the result are wrong or NaN, or the process ends. The branch
 asks `is_gfx95_supported()` at every call: inside a call for such a layer, the answer is no.
 """
 
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import logs
-from ..aiter_kernels import ASM_PREFILL
+from ..aiter_kernels import ASM_GPU, ASM_PREFILL
 from ..capability import APPLY, NOT_APPLICABLE, UPSTREAM, Args, Capability, Kwargs, Needs, Verdict, Wrapper
 from ..counting import count
 from ..errors import Unsupported
@@ -36,7 +37,7 @@ def probe(release: Release) -> Verdict:
     if not all("is_gfx95_supported()" in words for words in unguarded):
         reason = "forward_extend has an ASM call without a head-ratio guard that does not ask is_gfx95_supported()"
         raise Unsupported(reason)
-    return Verdict(APPLY, f"forward_extend has {len(unguarded)} ASM branch(es) that do not check the head ratio")
+    return Verdict(APPLY, f"the head ratio is not checked before {len(unguarded)} of the ASM calls of forward_extend")
 
 
 #: True inside a call of forward_extend for a layer that the ASM kernels do not cover.
@@ -67,7 +68,7 @@ def wrappers(release: Release) -> Mapping[str, Wrapper]:
 CAPABILITY = Capability(
     name=NAME,
     summary="layers whose head ratio the ASM kernels do not cover reach the paged kernel",
-    why="the release's own ASM calls do not check the ratio, and an uncovered one ends the process",
+    why="the release's own ASM calls do not check the ratio, and an uncovered one gives wrong heads and NaN, or ends the process",
     upstream=("https://github.com/sgl-project/sglang/pull/38467",),
     until="0.5.20",
     switch=None,
@@ -75,4 +76,5 @@ CAPABILITY = Capability(
     needs=(Needs(BACKEND, "AiterAttnBackend.forward_extend", leading="q k v layer forward_batch", mentions="use_mla"),),
     probe=probe,
     wrappers=wrappers,
+    architectures=(ASM_GPU,),
 )

@@ -40,6 +40,7 @@ def _answer(arguments: list[str] | None) -> int:
     what = doctor.add_mutually_exclusive_group()
     what.add_argument("--sglang-path", metavar="DIR", help="an unpacked SGLang instead of the one this Python imports")
     what.add_argument("--running", metavar="DIR", help="the processes of a server with SGLANG_AITER_EXT_STATE_DIR=DIR")
+    doctor.add_argument("--arch", metavar="GFX", help="the GPU of another machine, such as gfx942")
     doctor.add_argument("--json", action="store_true", help="for programs")
     tester = commands.add_parser("selftest", help="AITER's kernels on this GPU against float32 attention")
     tester.add_argument("--preset", metavar="MODEL", help="heads and head_dim of a model: Qwen3.5-397B-A17B")
@@ -76,9 +77,9 @@ def _doctor(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int
             found, skipped = running.processes(options.running)
             text, status = running.text(found, skipped, options.running), running.exit_status(found)
         else:
-            found = doctor.report(options.sglang_path)
+            found = doctor.report(options.sglang_path, options.arch)
             text, status = doctor.text(found), doctor.exit_status(found)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ValueError) as error:
         parser.error(str(error))
     print(json.dumps(found, indent=2) if options.json else text)
     return status

@@ -8,9 +8,10 @@ import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import re
 from typing import Any
 
-from .. import aiter_kernels, bootstrap, settings, source
+from .. import aiter_installed, bootstrap, gpu, settings, source
 from ..activation import evaluate
 from ..capabilities import CAPABILITIES
 from ..capability import APPLY, UNSUPPORTED
@@ -21,37 +22,47 @@ OK, PROBLEM, NO_SGLANG = 0, 1, 2
 PLUGIN = "sglang_aiter_ext:activate"
 
 
-def report(sglang_path: str | None = None) -> dict[str, Any]:
+def report(sglang_path: str | None = None, arch: str | None = None) -> dict[str, Any]:
     """Everything `doctor` knows, as it is printed with `--json`.
 
     `sglang_path` is an unpacked release: the folder `sglang`, or the one it lies in. Without
-    it, the SGLang that this Python would import. Raises FileNotFoundError for a path that
-    holds no release.
+    it, the SGLang that this Python would import. `arch` is the GPU of another machine, such as gfx942. Raises
+    FileNotFoundError for a path that holds no release, and ValueError for an `arch` that is none.
     """
+    if arch is not None and not re.fullmatch("gfx[0-9a-f]{3,5}", arch):
+        raise ValueError(f"--arch {arch}: use the name of an AMD GPU architecture, such as gfx942 or gfx950")
+    gpus = gpu.architectures() if arch is None else (arch,)
     release = source.installed() if sglang_path is None else unpacked(pathlib.Path(sglang_path))
-    rows = [state.row() for state in evaluate(release).values()]
+    rows = [state.row() for state in evaluate(release, gpus).values()]
     for row in rows:
         row["reason"] = "; ".join(filter(None, (row["reason"], row.pop("error"))))
         # No process runs here, so there is no state.
         del row["state"]
     return {
         "sglang": None if release is None else {"version": release.version, "path": str(release.root)},
-        "aiter": aiter_kernels.on_path(), "wrapt": importlib.util.find_spec("wrapt") is not None,
+        "gpus": list(gpus), "aiter": aiter_installed.on_path(), "atom": atom(),
+        "wrapt": importlib.util.find_spec("wrapt") is not None,
         "activation": activation(release), "capabilities": rows,
     }  # fmt: skip
 
 
 def exit_status(found: dict[str, Any]) -> int:
-    """2 without SGLang, 1 where an enabled capability cannot be wrapped or served or a variable not be read, else 0."""
+    """2 without SGLang, 1 where something stands in the way that the user can change, else 0.
+
+    That is a variable that cannot be read, a capability that applies and that wrapt or AITER is missing for, and one
+    that the user turned on by its variable and that is unsupported.
+    """
     if found["sglang"] is None:
         return NO_SGLANG
     if found["activation"]["errors"]:
         return PROBLEM
-    kernels = {c.name: c.kernels for c in CAPABILITIES}
+    by_name = {c.name: c for c in CAPABILITIES}
     for row in found["capabilities"]:
-        missing = not found["wrapt"] or any(found["aiter"]["kernels"][k] for k in kernels[row["name"]])
+        capability = by_name[row["name"]]
+        missing = not found["wrapt"] or any(found["aiter"]["kernels"][k] for k in capability.kernels)
         missing = missing or not row["wraps"]
-        if row["enabled"] and (row["verdict"] == UNSUPPORTED or (row["verdict"] == APPLY and missing)):
+        unsupported = row["verdict"] == UNSUPPORTED and row["asked_for"]
+        if row["enabled"] and (unsupported or (row["verdict"] == APPLY and missing)):
             return PROBLEM
     return OK
 
@@ -61,6 +72,14 @@ def unpacked(path: pathlib.Path) -> Release:
         if (root / "srt").is_dir():
             return Release(root.resolve())
     raise FileNotFoundError(f"--sglang-path {path}: no SGLang there; give the folder `sglang`, or the one it lies in")
+
+
+def atom() -> str | None:
+    """Where AMD's ATOM is, which can give SGLang models with attention of their own; None where it is not."""
+    spec = importlib.util.find_spec("atom")
+    place = pathlib.Path(spec.origin).parent if spec is not None and spec.origin else None
+    # PyPI has another package of that name, which has no plugins for servers.
+    return str(place) if place is not None and (place / "plugin").is_dir() else None
 
 
 def _plugin(release: Release | None) -> bool:
@@ -104,9 +123,12 @@ def text(found: dict[str, Any]) -> str:
         f"{sglang['version'] or 'version unknown'} at {sglang['path']}" if sglang else "not installed for this Python"
     )
     place = f" ({kernels['path']})" if kernels["path"] else ""
+    atom = f"{found['atom']} can replace SGLang's models; the attention of such a model is not SGLang's, or ours"
     lines = [
         f"SGLang      {release}",
+        f"GPU         {', '.join(found['gpus']) or 'no AMD GPU is visible here; --arch gfx950 asks for another machine'}",
         f"AITER       {'usable' if kernels['usable'] else 'not usable'}: {kernels['reason']}{place}",
+        *([f"ATOM        {atom}"] if found["atom"] else []),
         f"Activation  {route}",
         *(f"Error       {error}" for error in errors),
         "",

@@ -59,14 +59,18 @@ def _is_ours(state: Any) -> bool:
 
 
 def troubled(capability: dict[str, Any]) -> bool:
-    """Whether a capability of a running process failed, or is wanted and cannot be had."""
+    """Whether a capability of a running process failed, or is wanted and cannot be had: the report says why."""
     return capability["state"] == "failed" or bool(capability["enabled"] and capability["verdict"] == UNSUPPORTED)
 
 
 def exit_status(found: list[dict[str, Any]]) -> int:
-    """1 where no process lives, or one that does has a capability that failed or is unsupported; else 0."""
-    alive = [process for process in found if process["alive"]]
-    return int(not alive or any(troubled(c) for process in alive for c in process["capabilities"].values()))
+    """1 where no process lives, or one that does lacks a capability, and what is missing can be changed; else 0.
+
+    It lacks one that failed, and one that the user turned on by its variable and that is unsupported.
+    """
+    alive = [c for process in found if process["alive"] for c in process["capabilities"].values()]
+    lives = any(process["alive"] for process in found)
+    return int(not lives or any(troubled(c) and (c["state"] == "failed" or c["asked_for"]) for c in alive))
 
 
 def text(found: list[dict[str, Any]], skipped: list[str], folder: str) -> str:

@@ -101,7 +101,12 @@ def test_every_outcome_that_is_counted_is_in_its_capabilitys_section():
         assert f"| `{outcome}` |" in part, (name, outcome)
 
 
-LIMITS = {"faults.md": 120, "how-it-works.md": 160, "capabilities.md": 150, "troubleshooting.md": 150}
+LIMITS = {
+    "faults.md": 120,
+    "how-it-works.md": 170,
+    "capabilities.md": 35 * len(documentation.CAPABILITIES),
+    "troubleshooting.md": 160,
+}
 
 
 @pytest.mark.parametrize(

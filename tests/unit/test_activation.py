@@ -131,6 +131,40 @@ def test_wrappers_are_sorted_by_the_module_they_lie_in_and_only_where_the_releas
     assert all(state.wrappers == {} and state.error is None for state in activation.evaluate(None).values())
 
 
+@pytest.mark.parametrize(
+    "gpus, switch, internal_error, verdict, wraps",
+    [
+        ((), None, None, "apply", True),
+        (("gfx950",), None, None, "apply", True),
+        (("gfx942",), None, None, "not_applicable", False),
+        (("gfx942",), PA, None, "unsupported", False),
+        (("gfx942",), PA, Refusal, "unsupported", True),
+    ],
+)
+def test_a_gpu_that_it_is_not_for_takes_the_wrappers_but_of_what_refuses_where_it_meets_it(
+    monkeypatch, gpus, switch, internal_error, verdict, wraps
+):
+    has = it(architectures=("gfx950",), switch=switch, internal_error=internal_error)
+    monkeypatch.setattr(activation, "CAPABILITIES", [has])
+    (state,) = activation.evaluate(source.installed(), gpus).values()
+    assert (state.verdict.verdict, bool(state.wrappers)) == (verdict, wraps)
+    # What is shown is what acts.
+    assert state.row()["wraps"] == (["aiter_backend.f"] if verdict == "apply" else [])
+    # Without a GPU that is named, those of this machine count.
+    monkeypatch.setattr(activation.gpu, "architectures", lambda: gpus)
+    (of_machine,) = activation.evaluate(source.installed()).values()
+    assert of_machine.verdict == state.verdict
+
+
+def test_an_aiter_that_lacks_the_kernel_is_said_of_what_applies_and_of_nothing_else(monkeypatch, tmp_path):
+    has = [it("upstream", name="a", aiter_problem=lambda folder: "no"), it(name="b", aiter_problem=lambda folder: "no")]
+    monkeypatch.setattr(activation, "CAPABILITIES", has)
+    for folder, expected in ((tmp_path, ["upstream", "unsupported"]), (None, ["upstream", "apply"])):
+        monkeypatch.setattr(activation.aiter_installed, "package", lambda folder=folder: folder)
+        states = activation.evaluate(source.installed(), ()).values()
+        assert [state.verdict.verdict for state in states] == expected
+
+
 def test_a_release_is_looked_at_once_and_one_that_is_not_there_again(monkeypatch):
     with monkeypatch.context() as without:
         without.setattr(source, "installed", lambda: None)
@@ -148,8 +182,8 @@ def test_a_state_that_another_thread_found_first_is_the_one_that_counts(monkeypa
 
 def test_the_status_tells_each_capability_as_it_is(serve):
     serve([it(switch=ASM), it("upstream", name="b")])
-    first = dict(name="it", verdict="apply", reason="why", enabled=True, switch=ASM.name, state="active", error=None,
-                 wraps=["aiter_backend.f"])  # fmt: skip
+    first = dict(name="it", verdict="apply", reason="why", enabled=True, switch=ASM.name, asked_for=False,
+                 state="active", error=None, wraps=["aiter_backend.f"])  # fmt: skip
     second = {**first, "name": "b", "verdict": "upstream", "switch": DISABLE.name, "state": "off", "wraps": []}
     assert activation.status() == [first, second]
 

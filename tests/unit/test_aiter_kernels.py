@@ -1,11 +1,9 @@
-"""What is known of AITER's kernels, and how an AITER that is imported or only installed is asked for them."""
+"""What is known of AITER's kernels, and how an AITER that is imported is asked for them."""
 
-import importlib.machinery
 import sys
 from types import ModuleType
 
 import pytest
-from conftest import written
 
 from sglang_aiter_ext import aiter_kernels
 from sglang_aiter_ext.aiter_kernels import ASM_PREFILL, KEYWORDS, PAGED_PREFILL, PARAMETERS, RAGGED_DECODE
@@ -108,68 +106,3 @@ def test_a_kernel_needs_its_leading_parameters_in_order_and_its_keywords_anywher
     assert "parameter 9 'nothing'" in aiter_kernels.parameter_problem(name, leading[:-1])
     assert "parameter 0 'k' where 'q'" in aiter_kernels.parameter_problem(name, [*leading[1:], *keywords])
     assert aiter_kernels.parameter_problem(name, [*leading, "causal"]) == f"{name} takes no 'softmax_scale'"
-
-
-# ---- the AITER that is installed ----
-
-
-def source_of(*names):
-    return "".join(f"def {name}({', '.join(all_of(name))}): 0\n" for name in names)
-
-
-ELSEWHERE = {"aiter/__init__.py": source_of(ASM_PREFILL), "aiter/ops/mha.py": source_of(PAGED_PREFILL)}
-COMPLETE = {**ELSEWHERE, "aiter/ops/attention.py": source_of(RAGGED_DECODE)}
-
-
-@pytest.fixture
-def installed(monkeypatch, tmp_path):
-    """What is said of an AITER of these files, which raises where it is imported."""
-
-    def said(files):
-        monkeypatch.delitem(sys.modules, "aiter", raising=False)
-        monkeypatch.setattr(sys, "path", [str(written(tmp_path, files))])
-        return aiter_kernels.on_path()
-
-    return said
-
-
-def test_an_aiter_on_the_path_is_usable_where_its_source_has_every_kernel_in_any_of_three_files(installed, tmp_path):
-    files = {**COMPLETE, "aiter/__init__.py": "raise AssertionError('imported')\n" + COMPLETE["aiter/__init__.py"]}
-    reason = "its source has the kernels, with the parameters that are expected"
-    kernels = dict.fromkeys(PARAMETERS)
-    assert installed(files) == {"usable": True, "path": str(tmp_path / "aiter"), "reason": reason, "kernels": kernels}
-    assert "aiter" not in sys.modules
-
-
-def test_each_kernel_that_the_source_lacks_or_has_in_another_way_is_named(installed):
-    found = installed({**ELSEWHERE, "aiter/ops/mha.py": f"def {PAGED_PREFILL}(q, v): 0\n"})
-    problem = f"{PAGED_PREFILL} has parameter 1 'v' where 'k' is expected"
-    assert found["kernels"] == {PAGED_PREFILL: problem, ASM_PREFILL: None, RAGGED_DECODE: f"lacks {RAGGED_DECODE}"}
-    assert not found["usable"] and found["reason"] == f"{problem}; lacks {RAGGED_DECODE}"
-
-
-@pytest.mark.parametrize(
-    "files, path, words",
-    [
-        ({}, False, "aiter is not installed for this Python"), ({"aiter/a": ""}, True, "an empty namespace package"),
-        ({**COMPLETE, "aiter/ops/mha.py": "def f(:"}, True, "its source cannot be read: "),
-    ],
-)  # fmt: skip
-def test_an_aiter_that_is_missing_empty_or_broken_serves_no_kernel(installed, tmp_path, files, path, words):
-    found = installed(files)
-    assert not found["usable"] and found["reason"].startswith(words)
-    assert found["path"] == (str(tmp_path / "aiter") if path else None)
-    assert found["kernels"] == dict.fromkeys(PARAMETERS, found["reason"])
-
-
-def test_an_aiter_that_cannot_be_looked_for_serves_no_kernel(monkeypatch):
-    monkeypatch.setitem(sys.modules, "aiter", ModuleType("aiter"))
-    sys.modules["aiter"].__spec__ = None
-    found = aiter_kernels.on_path()
-    assert (found["usable"], found["path"]) == (False, None) and "cannot be looked for" in found["reason"]
-
-
-def test_an_aiter_that_some_finder_makes_up_without_any_file_is_no_aiter(monkeypatch):
-    aiter_with(monkeypatch, __spec__=importlib.machinery.ModuleSpec("aiter", None))
-    found = aiter_kernels.on_path()
-    assert (found["usable"], found["path"]) == (False, "") and found["reason"].startswith("an empty namespace package")

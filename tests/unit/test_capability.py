@@ -10,6 +10,7 @@ from sglang_aiter_ext.capabilities import CAPABILITIES
 from sglang_aiter_ext.capability import Needs, Verdict, short
 from sglang_aiter_ext.errors import Unsupported
 from sglang_aiter_ext.names import BACKEND, LINEAR, REGISTRY, ROUTER
+from sglang_aiter_ext.settings import ASM, PA
 from sglang_aiter_ext.source import Release
 
 
@@ -66,6 +67,32 @@ def test_what_is_wrapped_is_asked_of_the_release_and_only_where_it_applies(tmp_p
     for verdict in ("upstream", "not_applicable", "unsupported"):
         assert wrapped(verdict) == []
     assert wrapped("apply", None) == [] and asked == [release]
+
+
+@pytest.mark.parametrize(
+    "gpus, for_gpus, switch, expected",
+    [
+        ((), ("gfx950",), None, None),
+        (("gfx942",), (), None, None),
+        (("gfx950",), ("gfx950",), None, None),
+        (("gfx942", "gfx950"), ("gfx950",), None, None),
+        (("gfx942",), ("gfx950",), None, ("not_applicable", "the GPU is gfx942, and this is for gfx950")),
+        (("gfx942",), ("gfx950",), ASM, ("not_applicable", "the GPU is gfx942, and this is for gfx950")),
+        (("gfx1100", "gfx1101"), ("gfx942", "gfx950"), PA, ("unsupported", "the GPU is gfx1100, gfx1101, and this is for gfx942, gfx950")),
+    ],
+)  # fmt: skip
+def test_a_gpu_that_it_is_not_for_keeps_it_from_acting(gpus, for_gpus, switch, expected):
+    assert it(architectures=for_gpus, switch=switch, aiter_problem=None).on_machine(gpus, None) == expected
+
+
+def test_an_aiter_that_cannot_serve_it_keeps_it_from_acting(tmp_path):
+    asked = []
+    made = it(architectures=("gfx950",), aiter_problem=lambda folder: asked.append(folder) or "it has none")
+    assert made.on_machine((), tmp_path) == ("unsupported", "it has none") and asked == [tmp_path]
+    # Without an AITER, SGLang says itself what it cannot import.
+    assert made.on_machine((), None) is None
+    assert made.on_machine(("gfx942",), tmp_path).reason.startswith("the GPU is gfx942")
+    assert it(architectures=(), aiter_problem=lambda folder: None).on_machine(("gfx942",), tmp_path) is None
 
 
 def test_a_name_is_shortened_by_the_packages_that_sglangs_attention_lies_in():

@@ -34,6 +34,17 @@ def test_anything_else_names_the_variable_the_value_and_what_is_accepted(setting
     )
 
 
+@pytest.mark.parametrize(
+    "value, asked", [("1", True), (" On ", True), ("0", False), ("", False), ("x", False), (None, False)]
+)
+def test_a_variable_is_asked_for_where_the_user_set_it_and_turned_it_on(monkeypatch, value, asked):
+    monkeypatch.delenv(settings.ASM.name, raising=False)
+    if value is not None:
+        monkeypatch.setenv(settings.ASM.name, value)
+    # It is on by default, which nobody asked for.
+    assert settings.asked_for(settings.ASM) is asked and settings.asked_for(None) is False
+
+
 def test_the_disable_list(monkeypatch):
     known = ("decode_pa", "v_head_dim")
     monkeypatch.setenv("SGLANG_AITER_EXT_DISABLE", " V_Head_Dim ,, other")

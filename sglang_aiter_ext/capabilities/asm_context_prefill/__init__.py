@@ -17,7 +17,8 @@ import functools
 from collections.abc import Mapping
 
 from ... import settings
-from ...aiter_kernels import ASM_PREFILL, PAGED_PREFILL
+from ...aiter_installed import asm_problem
+from ...aiter_kernels import ASM_GPU, ASM_PREFILL, PAGED_PREFILL
 from ...capability import Capability, Needs, Wrapper
 from ...names import BACKEND
 from ...source import Release
@@ -54,4 +55,6 @@ CAPABILITY = Capability(
     probe=probe,
     wrappers=wrappers,
     check=check,
+    architectures=(ASM_GPU,),
+    aiter_problem=asm_problem,
 )

@@ -15,7 +15,7 @@ from ...kept import Decline, Plan
 from ...names import BACKEND
 from ...wrapping import Scope, without_ours
 from ..layers import bind_extend, unit_scales
-from .decision import FAULTS, check_call, check_layer, decline, plan_for, pool_of
+from .decision import FAULTS, check_call, check_layer, check_size, decline, plan_for, pool_of
 
 NAME = "asm_context_prefill"
 
@@ -35,6 +35,8 @@ _served = Scope()
 #: True inside a first chunk that is not served, where the release's own ASM branch would be wrong.
 _paged_only = Scope()
 _ones: dict[Any, Any] = {}
+#: Why the ASM kernel serves nothing more in this process, once a call of it has failed.
+_failed: list[Decline | None] = [None]
 #: What SGLang's check for gfx950 answered, and the check itself.
 _asked: list[Any] = [None, False]
 
@@ -67,11 +69,11 @@ def forward_extend(has_first_chunk: bool, original: Any, instance: Any, args: Ar
         count(NAME, "release")
         return original(*args, **kwargs)
     try:
-        why = None if gfx950 else decline("not_gfx950", "the GPU is not gfx950")
+        why = _failed[0] if gfx950 else decline("not_gfx950", "the GPU is not gfx950")
         why = why or check_layer(instance, q, layer, batch, call.sinks)
         if why is None:
             plan = plan_for(instance, batch, q.shape[0])
-            why = plan.decline
+            why = plan.decline or check_size(layer, plan, q.shape[0])
     except Exception as error:
         why = _failure("internal_error", "%s: %s", type(error).__name__, error)
         leave_to_paged(why, instance, layer, batch)
@@ -107,7 +109,8 @@ def paged_kernel(original: Any, instance: Any, args: Args, kwargs: Kwargs) -> An
         if isinstance(error, torch.OutOfMemoryError):
             why = _failure("out_of_memory", "no memory for %s gathered tokens: %s", plan.slots.shape[0], error)
         else:
-            why = _failure("kernel_error", "%s: %s", type(error).__name__, error)
+            # Another try may start a build of AITER's, or cost a cast and a gather, for the same error.
+            why = _failed[0] = _failure("kernel_error", "%s: %s", type(error).__name__, error)
         leave_to_paged(why, served.backend, served.layer, plan.batch())
     else:
         if why is None:
@@ -170,7 +173,7 @@ def leave_to_paged(why: Decline, backend: Any, layer: Any, batch: Any) -> None:
         size = pool_of(backend, batch).get_key_buffer(layer.layer_id).nbytes
     except Exception:
         size = 0
-    # ROCm/aiter#2517 and #2608: offsets in the paged kernel are 32 bits wide.
-    risk = f"; a layer's K cache is {size / 2**30:.1f} GiB, and AITER's paged kernel has overflowed past 2 GiB"
+    # ROCm/aiter#2517 and #2608: its offsets were 32 bits wide until #2893.
+    risk = f"; a layer's K cache is {size / 2**30:.1f} GiB: AITER's paged kernel gave zeros past 2 GiB before v0.1.13"
     text = f"the paged kernel serves it (%s): {why.message}%s"
     logs.once(NAME, why.reason, text, why.reason, *why.arguments, risk if size > 2**31 else "", level=logging.WARNING)

@@ -3,7 +3,7 @@
 import weakref
 from typing import Any
 
-from ...aiter_kernels import HEAD_DIM, HEAD_RATIOS
+from ...aiter_kernels import ASM_REACH, HEAD_DIM, HEAD_RATIOS
 from ...kept import PLAN, Decline, Plan
 from ..layers import covered_ratio, has_window, is_decoder, is_vectorized_5d
 
@@ -22,8 +22,8 @@ def check_layer(backend: Any, q: Any, layer: Any, batch: Any, sinks: Any) -> Dec
     import torch
 
     mode = batch.forward_mode
-    if mode.name != "EXTEND":
-        return decline("forward_mode", "forward mode %s is not a plain extend", mode.name)
+    if mode.name not in ("EXTEND", "MIXED"):
+        return decline("forward_mode", "forward mode %s is neither EXTEND nor MIXED", mode.name)
     if backend.kv_cache_dtype != torch.float8_e4m3fn:
         return decline("kv_cache_dtype", "the KV cache is %s, not float8_e4m3fn", backend.kv_cache_dtype)
     if q.dtype != torch.bfloat16 or backend.input_dtype != torch.bfloat16:
@@ -87,10 +87,8 @@ def plan_batch(metadata: Any, batch: Any, q_rows: int) -> Plan:
 def _lengths_problem(
     metadata: Any, batch: Any, prefix: list[int], extend: list[int], total: list[int], q_rows: int
 ) -> Decline | None:
-    if not total or not q_rows:
+    if not any(extend) or not q_rows:
         return decline("no_tokens", "the batch has no tokens")
-    if min(extend, default=0) == 0:
-        return decline("zero_length_request", "a request of the batch has length 0")
     agree = (
         len(prefix) == len(extend) == len(total) == batch.batch_size
         and all(p + e == t for p, e, t in zip(prefix, extend, total))
@@ -119,6 +117,17 @@ def _table_problem(metadata: Any, total: list[int]) -> Decline | None:
     if table.is_cuda and torch.cuda.is_current_stream_capturing():
         return decline("graph_capture", "a graph is being captured")
     return None
+
+
+def check_size(layer: Any, plan: Plan, q_rows: int) -> Decline | None:
+    """Why the batch is too large for the 32-bit offsets of the ASM kernel."""
+    gathered = plan.slots.shape[0] * layer.tp_k_head_num * HEAD_DIM
+    # A query row and head of the output has 256 values of 2 bytes.
+    output = q_rows * layer.tp_q_head_num * HEAD_DIM * 2
+    if max(gathered, output) < ASM_REACH:
+        return None
+    text = "gathered K has %d bytes and the output %d, and the kernel's offsets reach %d"
+    return decline("batch_size", text, gathered, output, ASM_REACH)
 
 
 def check_call(layer: Any, plan: Plan, call: dict[str, Any]) -> Decline | None:

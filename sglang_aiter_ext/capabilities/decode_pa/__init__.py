@@ -18,7 +18,7 @@ import functools
 from collections.abc import Mapping
 
 from ... import settings
-from ...aiter_kernels import RAGGED_DECODE
+from ...aiter_kernels import DECODE_GPUS, RAGGED_DECODE
 from ...capability import Capability, Needs, Wrapper
 from ...errors import InternalError
 from ...names import BACKEND, LINEAR, REGISTRY, ROUTER
@@ -63,4 +63,5 @@ CAPABILITY = Capability(
     probe=probe,
     wrappers=wrappers,
     internal_error=InternalError,
+    architectures=DECODE_GPUS,
 )

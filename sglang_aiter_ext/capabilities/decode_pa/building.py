@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ... import aiter_kernels, logs, settings, wrapping
-from ...aiter_kernels import PARTITION, RAGGED_DECODE
+from ...aiter_kernels import DECODE_GPUS, DECODE_GPUS_FP8, DECODE_REACH, PARTITION, RAGGED_DECODE
 from ...capability import Args, Kwargs
 from ...errors import DECODE_ELSEWHERE, DecodeError
-from ...kept import DECODE, RUNNER, DecodeNotes, RunnerNotes
-from ...names import BACKEND, REGISTRY
+from ...kept import DECODE, RUNNER, Decline, DecodeNotes, RunnerNotes
+from ...names import BACKEND, LINEAR, REGISTRY
 from .release import Facts
 from .routing import QUIET, full_layers, hybrid_config, is_aiter, is_router, layer_problem, leave_alone, uses_unified
 
@@ -35,6 +35,10 @@ def build(known: Facts, original: Any, instance: Any, args: Args, kwargs: Kwargs
     registry = sys.modules[REGISTRY]
     runner, full = bind_build(*args, **kwargs)
     why = leave_alone(registry, runner, full, known)
+    built = original(*args, **kwargs)
+    if why is None and not (isinstance(built, hybrid_class()) and built.full_attn_backend is full):
+        text = "SGLang gives the full-attention layers of this model to %s, whatever the backend"
+        why = Decline("replaced", text, (type(getattr(built, "full_attn_backend", built)).__name__,))
     if why is not None:
         details = why.text
         if why.reason == "aiter_already" and put_right(registry, runner, full, known):
@@ -47,21 +51,21 @@ def build(known: Facts, original: Any, instance: Any, args: Args, kwargs: Kwargs
         logs.once(NAME, why.reason, text, why.reason, details, level=level)
         if not quiet and settings.strict():
             raise DecodeError(f"{settings.PA.name}=1 is not served ({why.reason}): {details}")
-        return original(*args, **kwargs)
+        return built
     prefill = full.prefill_backend if is_router(full) else full
     layers_seen = full_layers(runner, hybrid_config(registry, runner)) is not None
     if is_aiter(prefill):
         # Prefill has an AITER backend, with a workspace: decode runs on it too.
-        check_aiter(known)
+        check_aiter(known, runner)
         decode = chosen = prefill
     else:
         decode = build_decode_backend(registry, runner, known)
         chosen = router_class()(runner, prefill_backend=prefill, decode_backend=decode)
     look_after(decode, runner, layers_seen)
-    built = original(runner, chosen)
     if NAME in wrapping.inert:
         # A module that SGLang imported just now could not be wrapped, which is logged: decode stays where it was.
-        return original(*args, **kwargs)
+        return built
+    built = original(runner, chosen)
     if decode is prefill:
         text = "full-attention layers: prefill and decode on %s"
         logs.once(NAME, "routed", text, type(prefill).__name__, level=logging.INFO)
@@ -95,7 +99,7 @@ def look_after(decode: Any, runner: Any, layers_seen: bool, routed: bool = True)
 
 def build_decode_backend(registry: Any, runner: Any, known: Facts) -> Any:
     """An AiterAttnBackend for decode, as the release builds one. Raises DecodeError."""
-    check_aiter(known)
+    check_aiter(known, runner)
     notes = RUNNER.on(runner)
     if notes is None or not notes.backends:
         check_memory(runner)
@@ -111,8 +115,8 @@ def build_decode_backend(registry: Any, runner: Any, known: Facts) -> Any:
     return decode
 
 
-def check_aiter(known: Facts) -> None:
-    """Raises DecodeError unless AITER's decode kernel is there and runs on this GPU."""
+def check_aiter(known: Facts, runner: Any) -> None:
+    """Raises DecodeError unless AITER's decode kernel is there and runs on this GPU with this KV cache."""
     import torch
 
     problem = aiter_kernels.import_problem(RAGGED_DECODE)
@@ -122,12 +126,20 @@ def check_aiter(known: Facts) -> None:
         missing = next((item for item in known.imports if not hasattr(backend, item[1])), None)
         problem = missing and f"SGLang's AITER backend could not import {missing[1]} from {missing[0]}"
     if problem is None and torch.version.hip:
-        arch = torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName
-        if not arch.startswith("gfx9"):
-            problem = f"the GPU is {arch.partition(':')[0]}, and the kernel runs on CDNA (gfx9) only"
+        arch = torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.partition(":")[0]
+        fp8 = runner.kv_cache_dtype.itemsize == 1
+        covered = DECODE_GPUS_FP8 if fp8 else DECODE_GPUS
+        if arch not in covered:
+            cache = "with an fp8 KV cache " if fp8 else ""
+            problem = f"the GPU is {arch}, and the kernel {cache}runs on {', '.join(covered)} only"
     if problem is not None:
         needs = f"{settings.PA.name}=1 needs AITER's {RAGGED_DECODE}, and it cannot be used"
         raise DecodeError(f"{needs}: {problem}. Install AITER, or {DECODE_ELSEWHERE}")
+
+
+def hybrid_class() -> Any:
+    """SGLang's backend of a hybrid model, which sends each layer to its own kind of attention."""
+    return importlib.import_module(LINEAR).HybridLinearAttnBackend
 
 
 def attention_tp_size() -> int:
@@ -150,20 +162,29 @@ def workspace_bytes(runner: Any) -> int:
 
 
 def check_memory(runner: Any) -> None:
-    """Raises DecodeError where the decode workspace does not fit into the memory that is free.
+    """Raises DecodeError where the decode workspace does not fit into the free memory, or the kernel's offsets.
 
     Graph buffers are not counted: SGLang keeps memory back for those of the backend that decode was on.
     """
     import torch
 
+    needed = workspace_bytes(runner)
+    requests, tokens = runner.req_to_token_pool.size, runner.model_config.context_len
+    head_dim = runner.model_config.head_dim
+    partial_outputs = needed // (head_dim * 4 + 8) * head_dim
+    if partial_outputs >= DECODE_REACH:
+        raise DecodeError(
+            f"{settings.PA.name}=1 is not served: {requests} requests of up to {tokens} tokens have {partial_outputs}"
+            f" partial outputs, and AITER's kernel addresses {DECODE_REACH}; the results of others would be wrong: lower"
+            f" --max-running-requests or --context-length, or {DECODE_ELSEWHERE}"
+        )
     if not str(runner.device).startswith("cuda"):
         return
-    needed, free = workspace_bytes(runner), torch.cuda.mem_get_info()[0]
+    free = torch.cuda.mem_get_info()[0]
     if needed > free:
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
     if needed > free:
-        requests, tokens = runner.req_to_token_pool.size, runner.model_config.context_len
         raise DecodeError(
             f"{settings.PA.name}=1 needs a decode workspace of {needed / 2**30:.2f} GiB ({needed} bytes) for"
             f" {requests} requests of up to {tokens} tokens, and {free / 2**30:.2f} GiB are free: lower"

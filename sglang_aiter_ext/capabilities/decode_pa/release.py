@@ -25,6 +25,7 @@ class Facts:
     """What a release does around decode."""
 
     def __init__(self, release: Release):
+        self.release = release
         decode = release.function(BACKEND, "AiterAttnBackend.forward_decode")
         kernel = calls(decode, RAGGED_DECODE)
         if len(kernel) != 1 or len(kernel[0].args) < len(ARGUMENTS):

@@ -7,8 +7,10 @@ import os
 import sys
 from typing import Any
 
+from ...aiter_kernels import DECODE_HEAD_DIMS, DECODE_RATIO
 from ...kept import RUNNER, Decline, RunnerNotes
 from ..layers import has_window, is_decoder, is_vectorized_5d, unit_scales
+from . import options
 from .release import Facts
 
 #: Reasons that say nothing to act on: they are logged at INFO, and strict mode does not refuse them.
@@ -26,21 +28,20 @@ def leave_alone(registry: Any, runner: Any, full: Any, known: Facts) -> Decline 
         return Decline("draft_worker", "a draft model decodes on its own backend")
     if getattr(runner, "use_mla_backend", False):
         return Decline("mla", "the model's full-attention layers are MLA")
+    instead = without_decode(runner)
+    if instead is not None:
+        return Decline("no_decode_batches", "%s, so no batch would reach it", (instead,))
     if known.wraps_each_side and not is_router(full) and sides_differ(runner):
         notes = RUNNER.on(runner) or RUNNER.keep(runner, RunnerNotes())
         notes.prefill_is_next = not notes.prefill_is_next
         if not notes.prefill_is_next:
             return Decline("prefill_side", "this is the prefill side; decode is routed on its own")
-    if is_aiter(getattr(full, "decode_backend", full)):
+    decode = getattr(full, "decode_backend", full)
+    if is_aiter(decode):
         return Decline("aiter_already", "the decode backend is AITER already")
-    speculative = resolved(runner, "spec", "speculative_algorithm")
-    modes = (
-        resolved(runner, "spec", "speculative_attention_mode"),
-        getattr(runner.server_args, "speculative_attention_mode", None),
-    )
-    if speculative is not None and "decode" in modes:
-        text = "--speculative-attention-mode decode would verify drafts on the decode backend"
-        return Decline("speculative_attention_mode", text)
+    unmet = options.unmet(known.release, runner, decode)
+    if unmet is not None:
+        return Decline("options", "%s", (unmet,))
     pool = runner.token_to_kv_pool
     if is_vectorized_5d(pool):
         return Decline("vectorized_5d", "the KV cache has the vectorized_5d layout")
@@ -69,6 +70,18 @@ def leave_alone(registry: Any, runner: Any, full: Any, known: Facts) -> Decline 
     return None
 
 
+def without_decode(runner: Any) -> str | None:
+    """Why this runner executes no decode batches, or None."""
+    algorithm = resolved(runner, "spec", "speculative_algorithm")
+    if algorithm is not None:
+        return f"with --speculative-algorithm {algorithm} each step is a target verify"
+    if getattr(runner.server_args, "disaggregation_mode", None) == "prefill":
+        return "with --disaggregation-mode prefill another server decodes"
+    if not getattr(runner.model_config, "is_generation", True):
+        return "the model generates no tokens"
+    return None
+
+
 def hybrid_config(registry: Any, runner: Any) -> Any:
     """The configuration of a hybrid model, or None; the release is asked as it asks itself."""
     ask = getattr(registry, "mambaish_config", None)
@@ -83,6 +96,11 @@ def layer_problem(layer: Any, unified: bool) -> str | None:
         return f"head_dim {layer.qk_head_dim} for Q and K and {layer.v_head_dim} for V"
     if not is_decoder(layer):
         return "cross or encoder attention"
+    ratio = layer.tp_q_head_num // layer.tp_k_head_num
+    if not unified and layer.qk_head_dim not in DECODE_HEAD_DIMS:
+        return f"head_dim {layer.qk_head_dim}"
+    if not unified and ratio > DECODE_RATIO and (layer.tp_k_head_num > 1 or ratio % 2):
+        return f"{layer.tp_q_head_num} query heads over {layer.tp_k_head_num} KV heads"
     if unified and (layer.logit_cap or not math.isclose(layer.scaling, layer.qk_head_dim**-0.5, rel_tol=1e-6)):
         return f"scaling {layer.scaling} and soft cap {layer.logit_cap}, which AITER's unified attention is not given"
     return None

@@ -48,6 +48,19 @@ class HybridAttnBackend(Thing):
     """SGLang's router, by its name."""
 
 
+class HybridLinearAttnBackend(tuple):
+    """SGLang's backend of a hybrid model, by its name: (runner, full-attention backend)."""
+
+    full_attn_backend = property(lambda self: self[1])
+
+
+class NoSource:
+    """A release without any file."""
+
+    def source(self, module):
+        return None
+
+
 class SWAKVPool:
     """A pool whose models decode through unified attention, by its name."""
 
@@ -60,12 +73,12 @@ def known(**changed):
     """What the newest release has, but for what is changed; see `release.Facts`."""
     parameters = ("layer", "forward_batch", "save_kv_cache", "q", "k", "v", "mixed_qkv")
     fields = dict(reads_fp8=True, casts_pool=False, writes_at_unit_scale=True, graph_buffer_in_pages=False, wraps_each_side=False,
-                  parameters=parameters, layer_at=0, own=frozenset(parameters), imports=[])  # fmt: skip
+                  parameters=parameters, layer_at=0, own=frozenset(parameters), imports=[], release=NoSource())  # fmt: skip
     return SimpleNamespace(**{**fields, **changed})
 
 
 def layer(of=RadixAttention, **changed):
-    fields = dict(layer_id=3, qk_head_dim=256, v_head_dim=256, logit_cap=0.0, scaling=256**-0.5, is_cross_attention=False,
+    fields = dict(layer_id=3, qk_head_dim=256, v_head_dim=256, tp_q_head_num=16, tp_k_head_num=2, logit_cap=0.0, scaling=256**-0.5, is_cross_attention=False,
                   k_scale=None, v_scale=None)  # fmt: skip
     return of(**{**fields, **changed})
 

@@ -30,6 +30,7 @@ SUPPORTED = "is_gfx95_supported"
 @pytest.fixture(autouse=True)
 def not_strict(monkeypatch):
     monkeypatch.delenv("SGLANG_AITER_EXT_STRICT", raising=False)
+    monkeypatch.setattr(call, "_failed", [None])
 
 
 def kernel(q, k, v, q_descale, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -213,10 +214,33 @@ def test_a_call_that_fails_holds_nothing_of_it_and_in_strict_mode_names_its_caus
         gc.enable()
     assert found == "paged" and counted() == {f"paged/{reason}": 1}
     assert PLAN.on(one.forward_metadata).decline.reason == reason
+    call._failed[0] = None
     monkeypatch.setenv("SGLANG_AITER_EXT_STRICT", "1")
     with pytest.raises(CouldNotApply, match=rf"\({reason}\): .*HIP error") as caught:
         extend_call(module, False)
     assert isinstance(caught.value.__cause__, error)
+
+
+@pytest.mark.parametrize("error, tries", [(torch.OutOfMemoryError, 3), (RuntimeError, 1)])
+def test_a_kernel_that_failed_once_is_not_tried_again_and_memory_is(error, tries, served, monkeypatch, caplog):
+    tried, gathered = [], []
+
+    def broken(*args, **kwargs):
+        tried.append(1)
+        raise error("invalid argument for fmha_fwd")
+
+    broken.__signature__ = inspect.signature(kernel)
+    monkeypatch.setattr(sys.modules["aiter"], ASM_PREFILL, broken)
+    gather = gather_kv.gather_kv
+    monkeypatch.setattr(gather_kv, "gather_kv", lambda *args: gathered.append(1) or gather(*args))
+    assert [extend_call(*served)[0] for _ in range(3)] == ["paged"] * 3
+    reason = "out_of_memory" if tries == 3 else "kernel_error"
+    assert (len(tried), len(gathered), counted()) == (tries, tries, {f"paged/{reason}": 3})
+    assert [record.getMessage().count("invalid argument for fmha_fwd") for record in caplog.records] == [1]
+    # Strict mode goes on saying so.
+    monkeypatch.setenv("SGLANG_AITER_EXT_STRICT", "1")
+    with pytest.raises(CouldNotApply, match=rf"\({reason}\): .*invalid argument for fmha_fwd"):
+        extend_call(*served)
 
 
 @pytest.mark.parametrize("prefix", [0, 4])

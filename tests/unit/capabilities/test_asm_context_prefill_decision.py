@@ -52,7 +52,8 @@ def test_each_half_of_a_layers_conditions():
 
 
 def test_the_kind_of_batch_and_what_comes_with_the_call():
-    for mode in ("MIXED", "SPLIT_PREFILL", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "DLLM_EXTEND"):
+    assert checked(batch=Batch(forward_mode=SimpleNamespace(name="MIXED"))) is None
+    for mode in ("SPLIT_PREFILL", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "DLLM_EXTEND"):
         assert checked(batch=Batch(forward_mode=SimpleNamespace(name=mode))) == "forward_mode"
     assert checked(sinks=torch.zeros(8)) == "sinks"
     assert checked(q=QUERIES.half()) == "activation_dtype"
@@ -121,11 +122,16 @@ def test_one_token_a_request_is_served_as_any_other_batch_is():
     assert plan([0, 0], [1, 1]).slots.tolist() == [0, 1]
 
 
+def test_a_request_of_length_0_is_served_with_its_neighbours():
+    """The kernel returns early for it, as the machine code shows."""
+    assert plan([4, 0], [2, 0]).slots.tolist() == list(range(6))
+    assert plan([4, 9, 0], [2, 0, 3]).slots.tolist() == list(range(18))
+
+
 def test_each_condition_of_a_batch():
     assert reason(plan([], [])) == reason(plan([], [], rows=1)) == "no_tokens"
     assert reason(plan([4], [2], rows=0)) == "no_tokens"
-    assert reason(plan([4, 0], [2, 0])) == "zero_length_request"
-    assert reason(plan([4, 9], [2, 0])) == "zero_length_request"
+    assert reason(plan([4, 9], [0, 0], rows=1)) == "no_tokens"
     for missing in ("extend_prefix_lens_cpu", "extend_seq_lens_cpu", "seq_lens_cpu"):
         assert reason(plan([4], [2], **{missing: None})) == "no_host_lengths"
     assert reason(plan([4], [2], rows=1)) == "lengths_mismatch"
@@ -182,6 +188,29 @@ def test_a_batch_that_was_declined_once_is_not_looked_at_again():
     made = decision.plan_for(of, batch, 2)
     batch.extend_prefix_lens_cpu = [4]
     assert reason(made) == "no_host_lengths" and decision.plan_for(of, batch, 2) is made
+
+
+# ---- the size ----
+
+
+@pytest.mark.parametrize(
+    "tokens, kv_heads, rows, heads, reason",
+    [
+        (2**24 - 1, 1, 1, 1, None),
+        (2**24, 1, 1, 1, "batch_size"),
+        (2**22, 4, 1, 4, "batch_size"),
+        (1, 1, 2**19 - 1, 16, None),
+        (1, 1, 2**19, 16, "batch_size"),
+    ],
+)
+def test_a_batch_past_the_kernels_32_bit_offsets_is_declined(tokens, kv_heads, rows, heads, reason):
+    """K has 256 bytes for each token and KV head, and the output 512 for each query row and head."""
+    made = SimpleNamespace(slots=torch.empty(tokens, device="meta"))
+    found = decision.check_size(layer(tp_q_head_num=heads, tp_k_head_num=kv_heads), made, rows)
+    assert (found and found.reason) == reason
+    if found is not None:
+        sizes = f"gathered K has {tokens * kv_heads * 256} bytes and the output {rows * heads * 512}"
+        assert found.text == f"{sizes}, and the kernel's offsets reach 4294967296"
 
 
 # ---- the paged call ----

@@ -11,6 +11,7 @@ from decode_objects import (
     FP8,
     AiterAttnBackend,
     HybridAttnBackend,
+    HybridLinearAttnBackend,
     SWAKVPool,
     Thing,
     Triton,
@@ -45,24 +46,35 @@ def asked_for(nothing_counted, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delitem(sys.modules, "sglang.srt.runtime_context", raising=False)
     monkeypatch.setenv("SGLANG_USE_AITER_PA", "1")
-    importable(monkeypatch, REGISTRY)
+    importable(monkeypatch, REGISTRY, ATTENTION_BACKENDS={})
+    monkeypatch.setattr(pa, "hybrid_class", lambda: HybridLinearAttnBackend)
 
 
 # ---- what the kernel and the memory allow ----
 
 
 @pytest.mark.parametrize(
-    "problem, has, hip, arch, words",
+    "problem, has, hip, arch, cache, words",
     [
-        (None, True, None, None, None),
-        (None, True, "6", "gfx942:sramecc+", None),
-        (None, True, "6", "gfx1100:x", "the GPU is gfx1100, and"),
-        (None, False, "6", "gfx942", "could not import mla_reduce_v1 from aiter.mla"),
-        ("it lacks a kernel", True, "6", "gfx1100", "cannot be used: it lacks a kernel"),
-        ("it lacks a kernel", False, None, None, "cannot be used: it lacks a kernel"),
+        (None, True, None, None, FP8, None),
+        (None, True, "6", "gfx942:sramecc+", FP8, None),
+        (None, True, "6", "gfx950", FP8, None),
+        (None, True, "6", "gfx90a", BF16, None),
+        (
+            None,
+            True,
+            "6",
+            "gfx90a",
+            FP8,
+            "the GPU is gfx90a, and the kernel with an fp8 KV cache runs on gfx942, gfx950",
+        ),
+        (None, True, "6", "gfx1100:x", BF16, "the GPU is gfx1100, and the kernel runs on gfx90a, gfx942, gfx950 only"),
+        (None, False, "6", "gfx942", FP8, "could not import mla_reduce_v1 from aiter.mla"),
+        ("it lacks a kernel", True, "6", "gfx1100", FP8, "cannot be used: it lacks a kernel"),
+        ("it lacks a kernel", False, None, None, FP8, "cannot be used: it lacks a kernel"),
     ],
 )
-def test_aiter_must_be_there_and_the_gpu_cdna(monkeypatch, problem, has, hip, arch, words):
+def test_aiter_must_be_there_and_the_gpu_one_of_the_kernels(monkeypatch, problem, has, hip, arch, cache, words):
     asked = []
     monkeypatch.setattr(aiter_kernels, "import_problem", lambda *kernels: asked.append(kernels) or problem)
     importable(monkeypatch, BACKEND, first=1, **({"mla_reduce_v1": 1} if has else {}))
@@ -73,10 +85,10 @@ def test_aiter_must_be_there_and_the_gpu_cdna(monkeypatch, problem, has, hip, ar
     )
     facts = known(imports=[("aiter", "first"), ("aiter.mla", "mla_reduce_v1")])
     if words is None:
-        pa.check_aiter(facts)
+        pa.check_aiter(facts, runner(kv_cache_dtype=cache))
     else:
         with pytest.raises(DecodeError, match=f"{words}.*Install AITER, or {DECODE_ELSEWHERE}$"):
-            pa.check_aiter(facts)
+            pa.check_aiter(facts, runner(kv_cache_dtype=cache))
     assert asked == [(RAGGED_DECODE,)]
 
 
@@ -120,13 +132,26 @@ def test_memory_is_asked_for_again_before_it_is_refused(monkeypatch, device, fre
     assert (len(emptyings), left) == (emptied, [])
 
 
+@pytest.mark.parametrize("requests, fits", [(255, True), (256, False)])
+def test_partial_outputs_past_the_kernels_offsets_are_refused_on_any_device(monkeypatch, requests, fits):
+    """256 requests of 16 heads, 4,096 partitions of 256 tokens and head_dim 256 are 2**32 partial outputs."""
+    monkeypatch.setattr(pa, "attention_tp_size", lambda: 1)
+    config = SimpleNamespace(num_attention_heads=16, context_len=2**20, head_dim=256)
+    one = runner(device="cpu", model_config=config, req_to_token_pool=SimpleNamespace(size=requests))
+    if fits:
+        pa.check_memory(one)
+    else:
+        with pytest.raises(DecodeError, match="256 requests of up to 1048576 tokens have 4294967296 partial outputs"):
+            pa.check_memory(one)
+
+
 # ---- building ----
 
 
 @pytest.mark.parametrize("in_pages, page, given", [(True, 16, True), (True, 1, False), (False, 16, False)])
 def test_the_memory_is_checked_for_the_first_backend_and_its_graph_buffer_given(monkeypatch, in_pages, page, given):
     checked = []
-    monkeypatch.setattr(pa, "check_aiter", lambda facts: checked.append("aiter"))
+    monkeypatch.setattr(pa, "check_aiter", lambda facts, of: checked.append("aiter"))
     monkeypatch.setattr(pa, "check_memory", lambda of: checked.append("memory"))
     registry = SimpleNamespace(ATTENTION_BACKENDS={"aiter": lambda of: AiterAttnBackend(page_size=page, init_cuda_graph_state=None, workspace_buffer=torch.zeros(4))})  # fmt: skip
     one, facts = runner(), known(graph_buffer_in_pages=in_pages)
@@ -145,7 +170,7 @@ def test_the_memory_is_checked_for_the_first_backend_and_its_graph_buffer_given(
     ],
 )
 def test_a_backend_that_sglang_cannot_build_is_a_refusal_with_its_error(monkeypatch, error, message):
-    monkeypatch.setattr(pa, "check_aiter", lambda known: None)
+    monkeypatch.setattr(pa, "check_aiter", lambda facts, of: None)
     monkeypatch.setattr(pa, "check_memory", lambda runner: None)
 
     def fails(of):
@@ -214,7 +239,7 @@ def test_the_router_decodes_on_one_side_and_shows_the_other(monkeypatch):
 
 def build(of_runner, full, facts=None):
     """What the release's own attn_backend_wrapper is called with."""
-    return pa.build(facts or known(), lambda *args: args, None, (of_runner, full), {})
+    return pa.build(facts or known(), lambda *args: HybridLinearAttnBackend(args), None, (of_runner, full), {})
 
 
 def noted(decode):
@@ -251,6 +276,23 @@ def test_a_runner_left_alone_keeps_its_backend_and_only_strict_mode_refuses(monk
     ((level, message),) = lines()
     assert level == ("WARNING" if wanted in LOUD else "INFO") and f"({wanted})" in message
     assert vars(full) == {} and RUNNER.on(one) is None
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+@pytest.mark.parametrize("other", [HybridLinearAttnBackend((1, Triton())), Thing()], ids=["within", "instead"])
+def test_a_backend_that_sglang_replaces_is_not_routed_and_takes_no_memory(monkeypatch, lines, other, strict):
+    """From 0.5.20 on, a model of sparse attention gets a backend of SGLang's own choice."""
+    monkeypatch.setenv("SGLANG_AITER_EXT_STRICT", strict)
+    monkeypatch.setattr(pa, "build_decode_backend", lambda *args: pytest.fail("a decode backend was built"))
+    one = runner()
+    if strict == "1":
+        with pytest.raises(DecodeError, match=r"is not served \(replaced\): SGLang gives the full-attention layers"):
+            pa.build(known(), lambda *args: other, None, (one, Triton()), {})
+    else:
+        assert pa.build(known(), lambda *args: other, None, (one, Triton()), {}) is other
+    ((level, message),) = lines()
+    name = "Triton" if isinstance(other, tuple) else "Thing"
+    assert level == "WARNING" and f"of this model to {name}, whatever" in message and RUNNER.on(one) is None
 
 
 @pytest.mark.parametrize("soft_cap, marked", [(False, True), (True, False)])
@@ -291,7 +333,7 @@ def test_decode_stays_where_it_was_if_a_module_of_the_capability_could_not_be_wr
     monkeypatch.setattr(pa, "build_decode_backend", lambda registry, of, facts: AiterAttnBackend())
     monkeypatch.setattr(pa, "router_class", lambda: lambda of, **sides: (of, sides))
     monkeypatch.setattr(pa.wrapping, "inert", {pa.NAME})
-    monkeypatch.setattr(pa, "check_aiter", lambda facts: None)
+    monkeypatch.setattr(pa, "check_aiter", lambda facts, of: None)
     for prefill in (Triton(), AiterAttnBackend()):
         one, full = runner(), HybridAttnBackend(prefill_backend=prefill, decode_backend=Triton())
         assert build(one, full) == (one, full) and lines() == []
@@ -299,10 +341,10 @@ def test_decode_stays_where_it_was_if_a_module_of_the_capability_could_not_be_wr
 
 def test_an_aiter_prefill_backend_decodes_too(monkeypatch, lines):
     checked = []
-    monkeypatch.setattr(pa, "check_aiter", checked.append)
+    monkeypatch.setattr(pa, "check_aiter", lambda *given: checked.append(given))
     prefill, one = AiterAttnBackend(), runner(kv_cache_dtype=BF16)
     assert build(one, HybridAttnBackend(prefill_backend=prefill, decode_backend=Triton())) == (one, prefill)
-    assert noted(prefill) == (True, True, False) and len(checked) == 1
+    assert noted(prefill) == (True, True, False) and [of for _, of in checked] == [one]
 
 
 @pytest.mark.parametrize(

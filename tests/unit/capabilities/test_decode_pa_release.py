@@ -6,6 +6,7 @@ from made_releases import release_of, said
 from sglang_aiter_ext.capabilities.decode_pa import CAPABILITY, wrappers
 from sglang_aiter_ext.capabilities.decode_pa.release import Facts, facts, probe
 from sglang_aiter_ext.errors import InternalError, Unsupported
+from sglang_aiter_ext.source import Release
 
 KERNEL = "paged_attention_ragged(a, b, c, d, e, f, g, h, i, j, k, l, 'auto', m, n, o, p)"
 BUFFER = "max_bs * self.max_context_len"
@@ -36,6 +37,7 @@ def facts_of(folder, before="", after="", runner=None, linear=LINEAR):
 
 def test_the_facts_of_a_release(tmp_path):
     found = vars(facts_of(tmp_path))
+    assert isinstance(found.pop("release"), Release)
     assert found == dict(
         reads_fp8=False, casts_pool=False, writes_at_unit_scale=True, graph_buffer_in_pages=False, wraps_each_side=False,
         parameters=("layer", "q", "k", "v"), layer_at=0, own={"layer", "q", "k", "v"},

@@ -24,8 +24,9 @@ from decode_objects import (
 
 from sglang_aiter_ext.capabilities.decode_pa import routing
 from sglang_aiter_ext.kept import RUNNER, Decline
+from sglang_aiter_ext.names import REGISTRY as REGISTRY_MODULE
 
-REGISTRY = SimpleNamespace()
+REGISTRY = SimpleNamespace(ATTENTION_BACKENDS={})
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +34,7 @@ def nothing_resolved(monkeypatch):
     """No unified attention is chosen, and SGLang resolved no setting elsewhere than on ServerArgs."""
     monkeypatch.delenv("SGLANG_USE_AITER_UNIFIED_ATTN", raising=False)
     monkeypatch.delitem(sys.modules, "sglang.srt.runtime_context", raising=False)
+    monkeypatch.setitem(sys.modules, REGISTRY_MODULE, REGISTRY)
 
 
 def left(of_runner, full=None, facts=None):
@@ -59,7 +61,7 @@ ARGS = SimpleNamespace
 LEFT = {
     "not_hybrid": (dict(mambaish_config=None), {}, None), "draft_worker": (dict(is_draft_worker=True), {}, None),
     "mla": (dict(use_mla_backend=True), {}, None), "aiter_already": ({}, {}, Derived()),
-    "speculative_attention_mode": (dict(server_args=ARGS(speculative_algorithm="EAGLE", speculative_attention_mode="decode")), {}, None),
+    "no_decode_batches": (dict(server_args=ARGS(speculative_algorithm="EAGLE")), {}, None),
     "vectorized_5d": (dict(token_to_kv_pool=ARGS(kv_cache_layout="vectorized_5d")), {}, None),
     "kv_cache_dtype": (dict(kv_cache_dtype=torch.float8_e5m2), {}, None), "fp8_pool_cast": ({}, dict(reads_fp8=False), None),
     "layer": (dict(model=model(layer(v_head_dim=128))), {}, None), "kv_scales": (dict(model=model(layer(**SCALED))), {}, None),
@@ -98,9 +100,8 @@ def test_a_scale_for_one_of_k_and_v_is_left_alone_whoever_writes(name):
 SERVED = {
     "fp8": ({}, {}, None), "fnuz": (dict(kv_cache_dtype=torch.float8_e4m3fnuz), {}, None),
     "bf16": (dict(kv_cache_dtype=BF16), dict(reads_fp8=False), None), "no model": (dict(model=None), {}, None),
-    "drafts verified by prefill": (dict(server_args=ARGS(speculative_algorithm="EAGLE", speculative_attention_mode="prefill")), {}, None),
-    "drafts, no mode": (dict(server_args=ARGS(speculative_algorithm="EAGLE")), {}, None),
     "no drafts": (dict(server_args=ARGS(speculative_algorithm=None, speculative_attention_mode="decode")), {}, None),
+    "the decode role": (dict(server_args=ARGS(disaggregation_mode="decode")), {}, None),
     "scales of a bf16 cache": (dict(kv_cache_dtype=BF16, model=model(layer(**SCALED))), {}, None),
     "half the scales of one": (dict(kv_cache_dtype=BF16, model=model(layer(k_scale=torch.ones(1)))), {}, None),
     "scales that prefill applies": (dict(model=model(layer(**SCALED))), {}, Scaling()),
@@ -162,6 +163,13 @@ def test_what_is_kept_of_a_runner_stays_where_its_sides_are_told_apart():
         (dict(is_cross_attention=True), "cross or encoder", "cross or encoder"),
         (dict(logit_cap=30.0), None, "soft cap 30.0"),
         (dict(scaling=0.5), None, "scaling 0.5"),
+        *((dict(qk_head_dim=n, v_head_dim=n, scaling=n**-0.5), None, None) for n in (64, 128)),
+        *((dict(qk_head_dim=n, v_head_dim=n, scaling=n**-0.5), f"head_dim {n}", None) for n in (80, 96, 112, 192, 512)),
+        (dict(tp_q_head_num=32), None, None),
+        (dict(tp_q_head_num=34), "34 query heads over 2 KV heads", None),
+        (dict(tp_q_head_num=32, tp_k_head_num=1), None, None),
+        (dict(tp_q_head_num=33, tp_k_head_num=1), "33 query heads over 1 KV heads", None),
+        (dict(tp_q_head_num=15, tp_k_head_num=1), None, None),
     ],
 )
 def test_each_need_of_a_layer(changed, regular, unified):
@@ -228,13 +236,40 @@ def test_a_setting_is_as_sglang_resolved_it_and_else_as_it_was_asked_for(monkeyp
         assert routing.resolved(asked, "spec", "part.size") == expected
 
 
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        (
+            dict(server_args=ARGS(speculative_algorithm="NGRAM")),
+            "with --speculative-algorithm NGRAM each step is a target",
+        ),
+        (
+            dict(server_args=ARGS(disaggregation_mode="prefill")),
+            "with --disaggregation-mode prefill another server decodes",
+        ),
+        (dict(model_config=ARGS(dtype=BF16, is_generation=False)), "the model generates no tokens"),
+        (dict(server_args=ARGS(speculative_algorithm=None, disaggregation_mode="null")), None),
+        (dict(model_config=ARGS(dtype=BF16, is_generation=True)), None),
+    ],
+)
+def test_a_runner_without_decode_batches_says_which_option_makes_it_one(changed, words):
+    found = routing.without_decode(runner(**changed))
+    assert found is None if words is None else found.startswith(words)
+
+
 def test_drafts_are_asked_for_where_the_release_resolves_them(monkeypatch):
     runtime = ModuleType("sglang.srt.runtime_context")
     monkeypatch.setitem(sys.modules, runtime.__name__, runtime)
-    for mode, expected in (("decode", "speculative_attention_mode"), ("prefill", None)):
-        spec = SimpleNamespace(speculative_algorithm="EAGLE", speculative_attention_mode=mode)
-        runtime.get_spec = lambda spec=spec: spec
+    for algorithm, expected in (("EAGLE", "no_decode_batches"), (None, None)):
+        runtime.get_spec = lambda algorithm=algorithm: SimpleNamespace(speculative_algorithm=algorithm)
         assert reason(runner()) == expected
-    # The mode that the user asked for counts as well.
-    asked = SimpleNamespace(speculative_algorithm=None, speculative_attention_mode="decode")
-    assert reason(runner(server_args=asked)) == "speculative_attention_mode"
+    # The algorithm that the user asked for counts as well.
+    assert reason(runner(server_args=SimpleNamespace(speculative_algorithm="EAGLE"))) == "no_decode_batches"
+
+
+def test_what_the_options_ask_is_told_of_the_decode_side(monkeypatch):
+    asked = []
+    monkeypatch.setattr(routing.options, "unmet", lambda release, of, decode: asked.append(decode) or "it is so")
+    decode = Triton()
+    found = left(runner(), HybridAttnBackend(prefill_backend=Triton(), decode_backend=decode))
+    assert (found.reason, found.text, asked) == ("options", "it is so", [decode])

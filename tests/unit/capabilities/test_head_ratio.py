@@ -16,9 +16,9 @@ EXTEND = {
     "neither": (["0"], "not_applicable", "no ASM call"),
     "the question without the call": (["is_gfx95_supported()"], "unsupported", "does not call"),
     "the call without the question": ([ASM], "unsupported", "does not ask"),
-    "no head ratio": ([GFX], "apply", "1 ASM branch"),
+    "no head ratio": ([GFX], "apply", "before 1 of the ASM calls"),
     "a head ratio": ([GQA], "upstream", "checks the head ratio"),
-    "one of two has a head ratio": ([GQA, GFX], "apply", "1 ASM branch"),
+    "one of two has a head ratio": ([GQA, GFX], "apply", "before 1 of the ASM calls"),
     "one of two asks": ([GFX, f"if some(): {ASM}"], "unsupported", "does not ask"),
 }
 

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import shutil
 import subprocess
 import sys
 import types
@@ -40,7 +41,7 @@ def test_doctor_reports_in_the_fixed_shape_without_importing_anything():
     assert report["sglang"] == {"version": "0.5.18", "path": str(sglang("0.5.18") / "sglang")}
     assert (report["aiter"]["usable"], report["aiter"]["path"]) == (True, str(REFERENCE / "aiter"))
     assert [set(row) for row in report["capabilities"]] == [
-        {"name", "verdict", "reason", "enabled", "switch", "wraps"}
+        {"name", "verdict", "reason", "enabled", "switch", "asked_for", "wraps"}
     ] * 5
     verdicts = {name: verdict for name, (verdict, _) in matrix.verdicts("0.5.18").items()}
     assert {row["name"]: row["verdict"] for row in report["capabilities"]} == verdicts
@@ -56,13 +57,60 @@ def test_doctor_imports_neither_sglang_nor_torch_nor_aiter():
     assert done.stdout == "[]\n", done.stderr
 
 
+def test_doctor_says_what_a_gpu_means_for_each_capability():
+    for arch, asm, decode in (("gfx942", "not_applicable", "apply"), ("gfx950", "apply", "apply"),
+                              ("gfx90a", "not_applicable", "apply"), ("gfx1100", "not_applicable", "unsupported")):  # fmt: skip
+        report = json.loads(doctor("--json", "--arch", arch, path=[sglang("0.5.18"), REFERENCE]).stdout)
+        verdicts = {row["name"]: row["verdict"] for row in report["capabilities"]}
+        assert (verdicts["asm_context_prefill"], verdicts["decode_pa"], report["gpus"]) == (asm, decode, [arch])
+        assert verdicts["v_head_dim"] == "upstream"
+    shown = doctor("--arch", "gfx942", path=[sglang("0.5.18"), REFERENCE])
+    assert "GPU         gfx942\n" in shown.stdout and "the GPU is gfx942, and this is for gfx950" in shown.stdout
+    assert shown.returncode == 0
+    asked = doctor("--arch", "gfx1100", path=[sglang("0.5.18"), REFERENCE], SGLANG_USE_AITER_PA="1")
+    assert asked.returncode == 1 and "the GPU is gfx1100, and this is for gfx90a, gfx942, gfx950" in asked.stdout
+
+
+def test_doctor_reads_the_gpus_that_the_driver_names(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor_of.gpu, "architectures", lambda: ("gfx942",))
+    assert doctor_of.report()["gpus"] == ["gfx942"] and doctor_of.report(arch="gfx950")["gpus"] == ["gfx950"]
+    monkeypatch.setattr(doctor_of.gpu, "architectures", tuple)
+    assert "no AMD GPU is visible here; --arch gfx950 asks" in doctor_of.text(doctor_of.report())
+
+
+@pytest.mark.parametrize("arch", ["mi300x", "gfx", "950", "GFX942 "])
+def test_doctor_refuses_what_is_no_architecture(arch):
+    done = doctor("--arch", arch, path=[sglang("0.5.18"), REFERENCE])
+    assert done.returncode == 2 and f"--arch {arch}: use the name of an AMD GPU architecture" in done.stderr
+
+
+def test_doctor_says_that_aiter_lacks_the_asm_kernel_and_which_has_it(tmp_path):
+    shutil.copytree(REFERENCE, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "hsa")
+    gate = tmp_path / "aiter" / "ops" / "mha.py"
+    gate.write_text(gate.read_text().replace(" or (hdim_q == 256", " or (hdim_q == 192"))
+    for value, status in (("", 0), ("1", 1)):
+        done = doctor(path=[sglang("0.5.18"), tmp_path], SGLANG_AITER_ASM_CONTEXT_PREFILL=value)
+        assert done.returncode == status
+        assert "its ops/mha.py does not let that head_dim through; AITER v0.1.19 is the first" in done.stdout
+
+
+def test_doctor_names_an_atom_that_replaces_models_and_no_other_package_of_that_name(tmp_path):
+    written(tmp_path, {"atom/__init__.py": ""})
+    assert "ATOM" not in doctor(path=[sglang("0.5.18"), REFERENCE, tmp_path]).stdout
+    written(tmp_path, {"atom/plugin/__init__.py": ""})
+    done = doctor(path=[sglang("0.5.18"), REFERENCE, tmp_path])
+    assert f"ATOM        {tmp_path / 'atom'} can replace SGLang's models" in done.stdout
+
+
 @pytest.mark.slow
 def test_doctor_exit_status():
     assert doctor().returncode == 2
     assert doctor(path=[sglang("0.5.18")]).returncode == 1  # no AITER
     assert doctor(path=[sglang("0.5.18"), REFERENCE]).returncode == 0
-    assert doctor(path=[sglang("0.5.9"), REFERENCE]).returncode == 1  # asm_context_prefill is unsupported there
-    assert doctor(path=[sglang("0.5.9"), REFERENCE], SGLANG_AITER_ASM_CONTEXT_PREFILL="0").returncode == 0
+    # asm_context_prefill is unsupported there, which is a problem for who asked for it.
+    for value, status in (("", 0), ("0", 0), ("1", 1)):
+        assert doctor(path=[sglang("0.5.9"), REFERENCE], SGLANG_AITER_ASM_CONTEXT_PREFILL=value).returncode == status
     assert doctor(path=[sglang("0.5.23")]).returncode == 0  # nothing enabled needs AITER from us
     assert doctor(path=[sglang("0.5.23")], SGLANG_USE_AITER_PA="1").returncode == 1
     assert doctor(path=[sglang("0.5.18")], SGLANG_AITER_EXT="0").returncode == 0
@@ -168,16 +216,19 @@ RAGGED = "paged_attention_ragged"
 #: What differs from a report without a problem -> the status of the command.
 STATUS = [
     ({}, 0), (dict(sglang=None), 2), (dict(errors=["x"]), 1), (dict(wrapt=False), 1), (dict(wrapt=False, enabled=False), 0),
-    (dict(wrapt=False, verdict="upstream", wraps=[]), 0), (dict(verdict="unsupported", wraps=[]), 1), (dict(wraps=[]), 1),
-    (dict(verdict="unsupported", wraps=[], enabled=False), 0), (dict(kernel="lacks it"), 1), (dict(kernel="lacks it", enabled=False), 0),
+    (dict(wrapt=False, verdict="upstream", wraps=[]), 0), (dict(verdict="unsupported", wraps=[]), 0), (dict(wraps=[]), 1),
+    (dict(verdict="unsupported", wraps=[], asked_for=True), 1), (dict(verdict="not_applicable", wraps=[], asked_for=True), 0),
+    (dict(verdict="unsupported", wraps=[], enabled=False, asked_for=True), 0), (dict(kernel="lacks it"), 1), (dict(kernel="lacks it", enabled=False), 0),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("changed, status", STATUS)
 def test_the_status_is_a_problem_where_what_is_wanted_cannot_be_wrapped_or_served(changed, status):
-    fields = dict(sglang={}, errors=[], wrapt=True, enabled=True, verdict="apply", wraps=["f"], kernel=None)
+    fields = dict(
+        sglang={}, errors=[], wrapt=True, enabled=True, verdict="apply", wraps=["f"], kernel=None, asked_for=False
+    )
     given = {**fields, **changed}
-    row = {"name": "decode_pa", **{name: given[name] for name in ("enabled", "verdict", "wraps")}}
+    row = {"name": "decode_pa", **{name: given[name] for name in ("enabled", "asked_for", "verdict", "wraps")}}
     report = {
         "sglang": given["sglang"], "wrapt": given["wrapt"], "activation": {"errors": given["errors"]},
         "aiter": {"kernels": {RAGGED: given["kernel"]}}, "capabilities": [row],

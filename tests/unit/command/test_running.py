@@ -10,7 +10,7 @@ import pytest
 from sglang_aiter_ext import command
 from sglang_aiter_ext.command import running
 
-UNSUPPORTED = {"state": "off", "enabled": True, "verdict": "unsupported", "reason": "no X", "error": None}
+UNSUPPORTED = dict(state="off", enabled=True, asked_for=True, verdict="unsupported", reason="no X", error=None)
 OURS = {
     "pid": 1, "host": "a", "role": "r", "began": 1.0, "written": 1.0, "extension": "0", "sglang": "0", "counters": {},
     "capabilities": {"decode_pa": UNSUPPORTED},
@@ -154,6 +154,14 @@ def test_a_capability_is_trouble_where_it_failed_or_is_wanted_and_cannot_be_had(
     assert running.troubled(capability) is troubled
     process = alive(capabilities={"fine": {**UNSUPPORTED, "enabled": False}, "it": capability})
     assert running.exit_status([process]) == int(troubled)
+
+
+@pytest.mark.parametrize("state, status", [("off", 0), ("failed", 1)])
+def test_a_status_is_of_what_failed_and_of_what_the_user_asked_for(state, status):
+    on_by_default = {**UNSUPPORTED, "asked_for": False, "state": state}
+    assert (
+        running.troubled(on_by_default) and running.exit_status([alive(capabilities={"it": on_by_default})]) == status
+    )
 
 
 def test_a_status_is_of_the_processes_that_live_and_1_without_any():

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import importlib
+import math
 import pathlib
 import sys
 import time
@@ -31,6 +32,7 @@ FP8, BF16, SAME = 2.0**-4, 2.0**-7, 0.0
 #: Queries of a chunk that are compared; requests of a decode step; least tokens of near-uniform attention.
 ROWS, REQUESTS, UNIFORM_TOKENS = 32, 4, 4096
 UNIFORM = "PA decode, fp8 KV, near-uniform attention"
+SINK = "ASM prefill, half of the weight on one key"
 LOW_RANGE = "https://github.com/ROCm/aiter/issues/5642; use --kv-cache-dtype auto"
 
 
@@ -141,8 +143,11 @@ class Bench:
         expected = [cache.view(torch.uint8)[self.slots.long()] for cache in self.quantised]
         return float(any(not torch.equal(a.view(torch.uint8), b) for a, b in zip(got, expected))), seconds
 
-    def prefill(self, asm: bool) -> tuple[float, float]:
-        """The last chunk of the request: cast, gather and ASM kernel, or the paged kernel."""
+    def prefill(self, asm: bool, sink: bool = False) -> tuple[float, float]:
+        """The last chunk of the request: cast, gather and ASM kernel, or the paged kernel.
+
+        With `sink`, the first key holds half of the weight of every query, and its value is zero.
+        """
         import aiter
 
         s, one = self.shapes, self.one
@@ -150,20 +155,26 @@ class Bench:
             raise NotRun(f"this is {self.name}, and the kernel is for gfx950")
         if asm and (s.head_dim != HEAD_DIM or s.heads // s.kv_heads not in HEAD_RATIOS):
             raise NotRun(f"the kernel takes head_dim {HEAD_DIM} and {HEAD_RATIOS} query heads a KV head")
-        q = self.normal(s.chunk, s.heads, s.head_dim)
+        q, caches = self.normal(s.chunk, s.heads, s.head_dim), self.quantised
+        if sink:
+            k, v = (cache.clone() for cache in self.bf16)
+            q[..., 0], k[..., 0], k[self.slots[0]], v[self.slots[0]] = 8.0, 0.0, 0.0, 0.0
+            # The other scores have a standard deviation of 1.
+            k[self.slots[0], :, 0] = (math.log(s.tokens) + 0.5) * s.head_dim**0.5 / 8
+            caches = k.to(self.fp8), v.to(self.fp8)
         fp8_q = q.to(self.fp8)
         cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=self.device) for n in (s.chunk, s.tokens))
         table = torch.cat([self.slots, self.slots[:1].expand(TABLE_PADDING)])
 
         def paged_kernel() -> Any:
             return aiter.mha_batch_prefill_func(
-                fp8_q, *self.quantised, cu_q, cu_k, table, s.chunk, s.tokens, causal=True, q_descale=one,
+                fp8_q, *caches, cu_q, cu_k, table, s.chunk, s.tokens, causal=True, q_descale=one,
                 k_descale=one, v_descale=one,
             )  # fmt: skip
 
         def asm_kernel() -> Any:
             queries = gather_kv.saturating_fp8(q).view(q.shape)
-            keys, values = gather_kv.gather_kv(*self.quantised, self.slots)
+            keys, values = gather_kv.gather_kv(*caches, self.slots)
             return aiter.flash_attn_varlen_fp8_pertensor_func(
                 queries, keys, values, one, one, one, cu_q, cu_k, s.chunk, s.tokens, softmax_scale=s.head_dim**-0.5,
                 causal=True,
@@ -171,7 +182,7 @@ class Bench:
 
         out, seconds = self.measure(asm_kernel if asm else paged_kernel)
         rows = torch.linspace(0, s.chunk - 1, min(ROWS, s.chunk), device=self.device).long()
-        return self.error(out[rows], fp8_q[rows], self.quantised, self.slots, s.tokens - s.chunk + rows), seconds
+        return self.error(out[rows], fp8_q[rows], caches, self.slots, s.tokens - s.chunk + rows), seconds
 
     def decode(self, fp8: bool, uniform: bool = False) -> tuple[float, float]:
         """A step of four requests that share the tokens; `uniform` spreads attention over at least 4,096 of them."""
@@ -226,6 +237,7 @@ def run_all(bench: Bench) -> int:
     for name, limit, step in (
         ("gather", SAME, bench.gather),
         ("ASM prefill, with its cast and gather", FP8, lambda: bench.prefill(asm=True)),
+        (SINK, FP8, lambda: bench.prefill(asm=True, sink=True)),
         ("paged prefill", FP8, lambda: bench.prefill(asm=False)),
         ("PA decode, bf16 KV", BF16, lambda: bench.decode(fp8=False)),
         ("PA decode, fp8 KV", FP8, lambda: bench.decode(fp8=True)),
@@ -243,11 +255,14 @@ def run_all(bench: Bench) -> int:
         else:
             why[name] = None if error <= limit else f"{name}: error {error:.2g} is over {limit:.2g}"
             print(f"{error:8.2g} {limit:8.2g} {times[name] * 1e6:11,.1f} µs")
-    gather, asm, paged, bf16, fp8, uniform = why
+    gather, asm, sink, paged, bf16, fp8, uniform = why
     if not stand_in and asm in times and paged in times:
         print(f"\nSuch a chunk's attention is {times[paged] / times[asm]:.2f} times as fast with ASM as paged.")
     if why[uniform] and uniform in times:
         why[uniform] = f"{why[uniform]}, see {LOW_RANGE}"
+    if why[sink] and sink in times:
+        print(f"\n{why[sink]}: the kernel has no head-room for the keys behind it.")
+        print("Texts whose first token holds much of the weight lose accuracy: compare with the paged kernel on yours.")
     print()
     good = True
     for capability, needs in (

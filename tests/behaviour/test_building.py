@@ -66,10 +66,45 @@ def test_without_the_variable_unusable_aiter_is_not_worth_a_word(release):
         assert [line for line in out[kind]["logs"] if line[0] != "INFO"] == []
 
 
-def test_only_cdna_gpus_have_the_kernel():
+def test_only_some_gpus_have_the_kernel():
     out = launch("0.5.18", "building:wrong_gpu", env=(PA,)).result
-    assert "the GPU is gfx1100, and the kernel runs on CDNA (gfx9) only" in out["gfx1100:sramecc-"]
-    assert out["gfx942:sramecc+:xnack-"] == "usable"
+    assert "the GPU is gfx1100, and the kernel runs on gfx90a, gfx942, gfx950 only" in out["gfx1100:sramecc-"]
+    without_fp8 = "the GPU is gfx90a, and the kernel with an fp8 KV cache runs on gfx942, gfx950 only"
+    assert without_fp8 in out["gfx90a:sramecc+"]
+    assert out["gfx942:sramecc+:xnack-"] == out["gfx90a"] == "usable"
+
+
+DETERMINISTIC = "attention backends are supported for deterministic inference, but you explicitly specified 'aiter'."
+#: What a user asks -> why decode stays where it was, from the first of the releases on that has it.
+KEEPS = {
+    "deterministic": ("(options): SGLang refuses it: Currently only ", DETERMINISTIC),
+    "context parallel": ("(options): --dcp-size is 2: TritonAttnBackend heeds it in decode, and ", "backend does not"),
+    "speculative": (
+        "(no_decode_batches): with --speculative-algorithm NGRAM each step is a target verify, ",
+        "reach it",
+    ),
+    "disaggregated": ("(no_decode_batches): with --disaggregation-mode prefill another server decodes, ", "reach it"),
+}
+SPARSE = (
+    "(replaced): SGLang gives the full-attention layers of this model to QwenSparseAttnBackend, whatever the backend"
+)
+
+
+@pytest.mark.parametrize("release", ["0.5.16", "0.5.18", "0.5.20", "0.5.23"])
+def test_what_the_command_line_asks_keeps_decode_where_it_is_and_builds_no_second_backend(release):
+    out = launch(release, "building:asked", env=(PA,)).result
+    routed = "decode_pa: full-attention layers: prefill on TritonAttnBackend, decode on AiterAttnBackend (workspace"
+    assert out["nothing"][:2] == ["AiterDecodeRouter", 1] and out["nothing"][2].startswith(routed)
+    stays = "decode_pa: decode stays on its own backend "
+    for name, (begins, ends) in KEEPS.items():
+        kind, built, line = out[name]
+        assert (kind, built) == ("TritonAttnBackend", 0), (name, out[name])
+        assert line.startswith(stays + begins) and line.endswith(ends), name
+    if release in ("0.5.16", "0.5.18"):
+        # These have no sparse attention, and serve such a model as any other.
+        assert out["indexer"][:2] == ["AiterDecodeRouter", 1]
+    else:
+        assert out["indexer"] == ["QwenSparseAttnBackend", 0, stays + SPARSE]
 
 
 def states(*env):

@@ -67,7 +67,7 @@ LEFT_ALONE = {
     "sinks": ("TritonAttnBackend", "sinks", "WARNING"),
     "vectorized_5d": ("TritonAttnBackend", "vectorized_5d", "WARNING"),
     "kv_cache_dtype": ("TritonAttnBackend", "kv_cache_dtype", "WARNING"),
-    "speculative": ("TritonAttnBackend", "speculative_attention_mode", "WARNING"),
+    "speculative": ("TritonAttnBackend", "no_decode_batches", "WARNING"),
 }
 
 

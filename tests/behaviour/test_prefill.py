@@ -49,11 +49,11 @@ def test_a_batch_is_planned_once_for_all_layers_and_no_plan_outlives_it(release,
 
 #: Guard -> the reason that is counted.
 GUARDS = {
-    "not_gfx950": "not_gfx950", "forward_mode": "forward_mode", "forward_mode_split": "forward_mode",
-    "kv_cache_dtype": "kv_cache_dtype", "kv_cache_dtype_fnuz": "kv_cache_dtype", "activation_dtype": "activation_dtype",
+    "not_gfx950": "not_gfx950", "forward_mode": "forward_mode",
+    "kv_cache_dtype": "kv_cache_dtype", "activation_dtype": "activation_dtype",
     "head_dim": "head_dim", "sliding_window": "sliding_window", "sinks": "sinks", "soft_cap": "soft_cap",
     "attention_type": "attention_type", "attention_type_cross": "attention_type", "head_ratio": "head_ratio",
-    "vectorized_5d": "vectorized_5d", "zero_length_request": "zero_length_request",
+    "vectorized_5d": "vectorized_5d", "no_tokens": "no_tokens",
     "lengths_mismatch": "lengths_mismatch", "no_host_lengths": "no_host_lengths", "table_mismatch": "table_mismatch",
     "custom_mask": "custom_mask", "out_of_memory": "out_of_memory", "kernel_error": "kernel_error",
 }  # fmt: skip
@@ -73,6 +73,12 @@ def test_guard_leaves_the_paged_call_untouched_counts_it_and_logs_once(release, 
     warnings = [line for level, line in ours["logs"] if level == "WARNING" and not line.startswith("head_ratio: ")]
     assert len(warnings) == 1, ours["logs"]
     assert warnings[0].startswith(f"asm_context_prefill: the paged kernel serves it ({reason}): ")
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_failing_kernel_is_tried_once_for_all_batches(release):
+    ours = launch(release, "prefill:guards").result["kernel_error"]
+    assert (ours["tries"], len(ours["calls"])) == (1, 2)
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -106,7 +112,8 @@ def test_odd_batches_are_exact_or_on_the_paged_kernel(release, exact):
     assert out["no_prefix_lengths"]["counters"] == {"paged/no_host_lengths": 1}
     assert out["no_prefix_lengths"]["kernels"] == [PAGED]
     assert out["one_token"]["counters"] == ({"release": 1} if release == "0.5.18" else {"asm": 1})
-    for name in ("tensor_lengths", "only_k", "only_v", "scale_forms"):
+    served = ("tensor_lengths", "only_k", "only_v", "scale_forms")
+    for name in (*served, "mixed", "mixed_first_chunk", "empty_first", "empty_between", "empty_last"):
         assert out[name]["counters"] == {"asm": 1}, name
     for name, case in out.items():
         assert case["fp8_error"] <= exact, name

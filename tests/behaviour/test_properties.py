@@ -25,7 +25,7 @@ def test_a_prefill_batch_is_exact_on_the_asm_kernel_or_the_releases_own_call(rel
     served = outcomes["asm"] + outcomes.get("release", 0)
     assert outcomes["asm"] > 0.4 * examples and served < 0.9 * examples, outcomes
     # Most of what keeps a batch on the paged kernel was met.
-    assert len(outcomes) >= 10, outcomes
+    assert len(outcomes) >= 9, outcomes
 
 
 @pytest.mark.parametrize("release", ["0.5.12.post1", "0.5.18"])

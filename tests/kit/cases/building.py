@@ -5,10 +5,50 @@ from __future__ import annotations
 import pathlib
 import sys
 import tempfile
+from unittest import mock
 
 from recording import Logs, Trace, forget, harness
 
 LOGS = Logs()
+
+
+def indexer(stack) -> None:
+    """The model's configuration with the fields of sparse attention, as Qwen4-Exp has them."""
+    for name, value in dict(n_heads=4, kv_heads=1, head_dim=128, budget=2048, compress_ratio=4).items():
+        setattr(stack.model_config.hf_config, f"indexer_{name}", value)
+
+
+def two_gpus(stack) -> None:
+    """What SGLang answers from here on with --dcp-size 2, where one process cannot be both GPUs."""
+    from sglang.srt.runtime_context import get_parallel
+
+    answers = dict(attn_tp_size=2, attn_dcp_size=2, attn_dcp_rank=0)
+    mock.patch.multiple(type(get_parallel()), create=True, **answers).start()
+
+
+#: What a user's command line or model asks -> how the stack is built.
+ASKED = {
+    "nothing": {}, "deterministic": dict(enable_deterministic_inference=True), "context parallel": dict(before_build=two_gpus),
+    "speculative": dict(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4, page_size=1),
+    "disaggregated": dict(disaggregation_mode="prefill"), "indexer": dict(before_build=indexer),
+}  # fmt: skip
+
+
+def asked() -> dict:
+    """The backend of the full-attention layers, how many AITER backends were built, and what was logged of it."""
+    import sglang.srt.layers.attention.attention_registry as registry
+
+    out, built, aiter = {}, [], registry.ATTENTION_BACKENDS["aiter"]
+    registry.ATTENTION_BACKENDS["aiter"] = lambda runner: built.append(runner) or aiter(runner)
+    for name, options in ASKED.items():
+        forget()
+        LOGS.take()
+        built.clear()
+        stack = harness.Stack(backend="triton", fp8=False, **options)
+        mock.patch.stopall()
+        logs = [line for _, line in LOGS.take() if line.startswith("decode_pa: ")]
+        out[name] = [type(stack.backend.full_attn_backend).__name__, len(built), *logs]
+    return out
 
 
 def v_head_dim() -> dict:
@@ -90,21 +130,24 @@ def without_aiter() -> dict:
 
 
 def wrong_gpu() -> dict:
-    """A ROCm GPU that is not CDNA."""
+    """ROCm GPUs, of which one is not an Instinct, and one has no fp8."""
     import types
 
     import torch
 
     torch.version.hip = "6.4"
     out = {}
-    for arch in ("gfx1100:sramecc-", "gfx942:sramecc+:xnack-"):
+    for arch, dtype in (
+        ("gfx1100:sramecc-", torch.bfloat16), ("gfx942:sramecc+:xnack-", harness.FP8), ("gfx90a:sramecc+", harness.FP8),
+        ("gfx90a", torch.bfloat16),
+    ):  # fmt: skip
         torch.cuda.current_device = lambda: 0
         torch.cuda.get_device_properties = lambda device, arch=arch: types.SimpleNamespace(gcnArchName=arch)
         from sglang_aiter_ext import source
         from sglang_aiter_ext.capabilities.decode_pa import building, release
 
         try:
-            building.check_aiter(release.facts(source.installed()))
+            building.check_aiter(release.facts(source.installed()), types.SimpleNamespace(kv_cache_dtype=dtype))
             out[arch] = "usable"
         except Exception as error:
             out[arch] = f"{type(error).__name__}: {error}"

@@ -106,10 +106,8 @@ def guards() -> dict:
     original = aiter_backend.is_gfx95_supported
     case("not_gfx950", setup=lambda s: setattr(aiter_backend, "is_gfx95_supported", lambda: False),
          undo=lambda: setattr(aiter_backend, "is_gfx95_supported", original))  # fmt: skip
-    case("forward_mode", mode="MIXED")
-    case("forward_mode_split", mode="SPLIT_PREFILL")
+    case("forward_mode", mode="SPLIT_PREFILL")
     case("kv_cache_dtype", fp8=False)
-    case("kv_cache_dtype_fnuz", kv_dtype=torch.float8_e4m3fnuz)
     case("activation_dtype", dtype=torch.float16)
     case("head_dim", head_dim=128)
     case("sliding_window", setup=layers(sliding_window_size=20))
@@ -122,7 +120,7 @@ def guards() -> dict:
     case("attention_type", setup=layers(attn_type=AttentionType.ENCODER_ONLY))
     case("head_ratio", q_heads=24, kv_heads=4)
     case("vectorized_5d", setup=lambda s: setattr(s.token_to_kv_pool.full_kv_pool, "kv_cache_layout", "vectorized_5d"))
-    case("zero_length_request", lengths={1: 5, 3: 0})
+    case("no_tokens", tamper=lambda s, batch: setattr(batch, "extend_seq_lens_cpu", [0, 0]))
     case("lengths_mismatch", tamper=lambda s, batch: batch.extend_prefix_lens_cpu.__setitem__(0, 41))
     case("no_host_lengths", tamper=lambda s, batch: setattr(batch, "seq_lens_cpu", None))
     case(
@@ -134,8 +132,11 @@ def guards() -> dict:
     def no_memory(*args):
         raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
 
+    tries = []
+
     def broken(name, arguments):
         if name == "flash_attn_varlen_fp8_pertensor_func":
+            tries.append(name)
             raise RuntimeError("HIP error: invalid configuration")
 
     try:
@@ -150,6 +151,7 @@ def guards() -> dict:
         setup=lambda s: aiter.BEFORE_CALL.insert(0, broken),
         undo=lambda: aiter.BEFORE_CALL.remove(broken),
     )
+    out["kernel_error"]["tries"] = len(tries)
     case("served")
     return out
 
@@ -177,8 +179,7 @@ def declined_first_chunks() -> dict:
             raise RuntimeError("HIP error: invalid configuration")
 
     kept = gather_kv.gather_kv
-    case("zero_length_request", {1: 5, 2: 0})
-    case("forward_mode", {1: 5, 2: 8}, "MIXED")
+    case("forward_mode", {1: 5, 2: 8}, "SPLIT_PREFILL")
     case(
         "out_of_memory",
         {1: 9},
@@ -231,6 +232,11 @@ def odd_batches() -> dict:
         tamper=lambda s, b: setattr(b, "extend_prefix_lens_cpu", None),
     )
     case("one_token", {1: 1}, grown({}))
+    case("mixed", {1: 5, 2: 1}, grown({1: 20, 2: 9}), mode="MIXED")
+    case("mixed_first_chunk", {1: 5, 2: 8}, grown({}, k_scale=0.5, v_scale=2.0), mode="MIXED")
+    case("empty_first", {3: 0, 1: 5, 2: 7}, grown({1: 20, 2: 9}))
+    case("empty_between", {1: 5, 3: 0, 2: 7}, grown({1: 20, 3: 11}))
+    case("empty_last", {1: 5, 3: 0}, grown({1: 20}, k_scale=0.5, v_scale=2.0))
     for name, k_scale, v_scale in (("only_k", 0.5, None), ("only_v", None, 2.0)):
         case(name, {1: 5, 2: 7}, grown({1: 20}, k_scale=k_scale, v_scale=v_scale))
     stack = grown({1: 20}, k_scale=0.5, v_scale=2.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 
 import aiter
 import harness
@@ -72,10 +73,13 @@ def counters() -> dict:
 
 
 def forget() -> None:
-    """Zero the counters and forget what was logged."""
+    """Zero the counters, and forget what was logged and that a kernel failed."""
     try:
         from sglang_aiter_ext import counting, logs
     except ImportError:
         return
     counting._counts.clear()
     logs._said.clear()
+    call = sys.modules.get("sglang_aiter_ext.capabilities.asm_context_prefill.call")
+    if call is not None:
+        call._failed[0] = None

@@ -23,6 +23,10 @@ BEFORE_CALL: list = []
 #: Query-to-KV head ratios the gfx950 fp8 ASM kernels cover.
 ASM_HEAD_RATIOS = (1, 2, 4, 8, 16)
 ASM_HEAD_DIMS = (128, 256)
+#: Head sizes that the divisions of the ragged decode kernel do not truncate, and the query heads a KV head up to
+#: which it covers several KV heads.
+DECODE_HEAD_DIMS = (64, 128, 256)
+DECODE_HEAD_RATIO = 16
 #: Entries past the end of a page table that the paged prefill kernel may read.
 PREFETCHED_TABLE_ENTRIES = 256
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -56,11 +60,12 @@ def _check_cu_seqlens(name: str, cu: torch.Tensor, rows: int, longest: int) -> l
     return bounds
 
 
-def _check_descale(name: str, scale: torch.Tensor | None, device: torch.device) -> None:
-    if scale is not None:
-        _require(torch.is_tensor(scale), f"{name} must be a tensor")
-        _require(scale.dtype == torch.float32, f"{name} must be float32, not {scale.dtype}")
-        _require(scale.numel() == 1 and scale.device == device, f"{name} must be one value on {device}")
+def _check_descale(name: str, scale: torch.Tensor | None, device: torch.device, shaped: bool = True) -> None:
+    """Raises unless it is one float32 on `device`, of shape (1,) where the kernel's choice depends on the shape."""
+    _require(torch.is_tensor(scale), f"{name} must be a tensor")
+    _require(scale.dtype == torch.float32, f"{name} must be float32, not {scale.dtype}")
+    _require(scale.numel() == 1 and scale.device == device, f"{name} must be one value on {device}")
+    _require(not shaped or scale.shape == (1,), f"{name} must have the shape (1,), not {tuple(scale.shape)}")
 
 
 def _float(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -140,6 +145,7 @@ def flash_attn_varlen_fp8_pertensor_func(
         f"head_dim {q.shape[-1]}, {k.shape[-1]}, {v.shape[-1]} is not covered",
     )
     _require(k.shape[1] == v.shape[1], "K and V must have as many heads")
+    _require(k.stride() == v.stride(), f"V is read with the strides of K, {k.stride()}, not {v.stride()}")
     _require(
         q.shape[1] % k.shape[1] == 0 and q.shape[1] // k.shape[1] in ASM_HEAD_RATIOS,
         f"{q.shape[1]} query heads over {k.shape[1]} KV heads is not covered",
@@ -149,7 +155,6 @@ def flash_attn_varlen_fp8_pertensor_func(
         "only plain causal attention is covered",
     )
     for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
-        _require(scale is not None, f"{name} is missing")
         _check_descale(name, scale, q.device)
     return _varlen(q, k, v, q_descale, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                    max_seqlen_k, softmax_scale, 0.0, causal, (-1, -1), None)  # fmt: skip
@@ -198,8 +203,10 @@ def mha_batch_prefill_func(
     _require(k.stride(-1) == 1 and v.stride(-1) == 1, "K and V need a contiguous last dimension")
     _require(kv_page_indices.dtype == torch.int32, f"kv_page_indices must be int32, not {kv_page_indices.dtype}")
     _require(q.shape[1] % k.shape[1] == 0, "query heads must be a multiple of KV heads")
+    _require(q.dtype == k.dtype == v.dtype, f"q, k, v must share a dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
     for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
-        _check_descale(name, scale, q.device)
+        if q.dtype in FP8 or scale is not None:
+            _check_descale(name, scale, q.device, shaped=False)
     q_bounds = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q)
     kv_bounds = _check_cu_seqlens("kv_indptr", kv_indptr, kv_page_indices.shape[0], max_seqlen_k)
     touched = kv_page_indices[: kv_bounds[-1] + PREFETCHED_TABLE_ENTRIES].long()
@@ -240,11 +247,23 @@ def paged_attention_ragged(
         "only block size 1 in NHD is in the reference",
     )
     _require(head_dim == key_cache.shape[-1] == value_cache.shape[-1], "head_dim of Q, K and V must be one")
-    _require(heads % key_cache.shape[2] == 0, "query heads must be a multiple of KV heads")
+    _require(head_dim in DECODE_HEAD_DIMS, f"head_dim {head_dim} is not covered")
+    kv_heads = key_cache.shape[2]
+    _require(heads % kv_heads == 0, "query heads must be a multiple of KV heads")
+    ratio = heads // kv_heads
+    _require(
+        ratio <= DECODE_HEAD_RATIO or (kv_heads == 1 and ratio % 2 == 0),
+        f"{heads} query heads over {kv_heads} KV heads are not covered",
+    )
     _require(query.dtype in (torch.bfloat16, torch.float16), f"query must be bf16 or fp16, not {query.dtype}")
     _require(
         query.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == 1,
         "Q, K and V need a contiguous last dimension",
+    )
+    _require(query.stride(1) == head_dim, f"the heads of Q must lie {head_dim} apart, not {query.stride(1)}")
+    _require(
+        key_cache.stride() == value_cache.stride(),
+        f"V is read with the strides of K, {key_cache.stride()}, not {value_cache.stride()}",
     )
     _require(kv_cache_dtype in ("auto", "fp8", "fp8_e4m3"), f"kv_cache_dtype {kv_cache_dtype!r}")
     is_fp8 = key_cache.dtype in FP8
@@ -253,7 +272,7 @@ def paged_attention_ragged(
         _require(index.dtype == torch.int32 and index.is_contiguous(), f"{name} must be contiguous int32")
     _require(kv_indptr.shape[0] == batch + 1, f"kv_indptr has {kv_indptr.shape[0]} entries for {batch} requests")
     for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
-        _check_descale(name, value, query.device)
+        _check_descale(name, value, query.device, shaped=False)
     _require(isinstance(scale, float), "scale must be a Python float")
     needed = batch * heads * max_num_partitions * (head_dim * 4 + 8)
     _require(

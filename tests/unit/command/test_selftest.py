@@ -52,7 +52,7 @@ def test_right_kernels_are_within_bf16_rounding_and_every_answer_is_yes():
     done = run("--reference", *SMALL)
     assert done.returncode == 0, done.stderr
     found = errors(done)
-    assert len(found) == 6 and found.pop("gather") == (0.0, 0.0)
+    assert len(found) == 7 and found.pop("gather") == (0.0, 0.0)
     # The stand-in computes in float32 and rounds its output once.
     assert all(0 < error < 2**-8 < limit for error, limit in found.values()), found
     assert answers(done) == dict.fromkeys(
@@ -87,6 +87,24 @@ def test_probabilities_cast_in_a_low_range_are_a_no_for_fp8_decode_alone(tmp_pat
         r"no: .*near-uniform attention: error 0.1\d* is over 0.062, see .*aiter/issues/5642",
         found["decode_pa with an fp8 KV cache"],
     )
+
+
+# Probabilities relative to the largest are cast to e4m3 as they are, and their sum is not.
+NO_HEAD_ROOM = (
+    "    weights = torch.softmax(scores, dim=-1)\n",
+    "    weights = torch.exp(scores - scores.amax(-1, keepdim=True))\n"
+    "    weights = weights.to(torch.float8_e4m3fn).float() / weights.sum(-1, keepdim=True)\n",
+)
+
+
+def test_a_kernel_without_head_room_is_told_by_its_error_beside_a_sink_and_is_no_fault_of_the_capability(tmp_path):
+    done = run("--tokens", "4096", "--chunk", "16", "--heads", "2", aiter=with_reference(tmp_path, *NO_HEAD_ROOM))
+    found = errors(done)
+    error, limit = found["ASM prefill, half of the weight on one key"]
+    assert found["ASM prefill, with its cast and gather"][0] < limit < 0.25 < error, done.stdout + done.stderr
+    assert "\nASM prefill, half of the weight on one key: error 0." in done.stdout
+    assert "compare with the paged kernel on yours" in done.stdout
+    assert done.returncode == 0 and answers(done)["asm_context_prefill"] == "yes"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +202,7 @@ def test_a_reader_that_goes_away_ends_it_as_any_other_program():
 def test_without_triton_the_stand_in_does_the_gather_too(tmp_path):
     (tmp_path / "triton.py").write_text("raise ImportError('no triton')")
     done = run("--reference", "--tokens", "40", "--chunk", "8", aiter=tmp_path)
-    assert done.returncode == 0 and len(errors(done)) == 6, done.stderr
+    assert done.returncode == 0 and len(errors(done)) == 7, done.stderr
 
 
 def test_ctrl_c_leaves_one_clean_line():

@@ -1,7 +1,7 @@
 """Building backends: v_head_dim, AITER that is missing, every switch, and each activation route."""
 
 import pytest
-from child import TESTS, launch
+from child import aiter_with, launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("building")]
 PA = ("SGLANG_USE_AITER_PA", "1")
@@ -44,14 +44,8 @@ def test_unusable_aiter_is_a_clear_error_when_the_backend_is_built(release, kind
 
 def test_a_symbol_that_only_sglang_needs_is_named_too(tmp_path):
     """SGLang's AITER backend imports its names in one `try`: one that is missing takes the rest with it."""
-    reference = TESTS / "reference" / "aiter"
-    (tmp_path / "aiter").mkdir()
-    (tmp_path / "aiter" / "__init__.py").write_text(
-        f"__path__.append({str(reference)!r})\n"
-        f"exec(compile(open({str(reference / '__init__.py')!r}).read(), __file__, 'exec'))\n"
-        "del mla_reduce_v1\n"
-    )
-    out = launch("0.5.18", "building:states", env=(PA,), aiter=tmp_path).result
+    place = aiter_with(tmp_path / "aiter", "del mla_reduce_v1")
+    out = launch("0.5.18", "building:states", env=(PA,), aiter=place).result
     assert "could not import mla_reduce_v1 from aiter" in out["build_error"]
     # The paged prefill kernel comes before it in that `try`, and the decode kernel after it.
     assert out["status"]["asm_context_prefill"] == [True, "active"]

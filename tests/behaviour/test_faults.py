@@ -220,12 +220,7 @@ def aiter(body: str | None, reference: bool = False) -> Change:
     """An `aiter` with `body`, after the reference's own code if that is asked for; None is a folder without a file."""
 
     def change(setup: Setup) -> None:
-        setup.aiter = setup.tmp / "aiter-of-this-row"
-        (setup.aiter / "aiter").mkdir(parents=True)
-        own = TESTS / "reference" / "aiter"
-        start = f"__path__.append({str(own)!r})\nexec(compile(open({str(own / '__init__.py')!r}).read(), __file__, 'exec'))\n"
-        if body is not None:
-            (setup.aiter / "aiter" / "__init__.py").write_text(start * reference + body + "\n")
+        setup.aiter = child.aiter_with(setup.tmp / "aiter-of-this-row", body, reference)
 
     return change
 

@@ -46,6 +46,21 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**kept, "PYTHONPYCACHEPREFIX": str(environment.CACHE / "pycache"), "HF_HUB_OFFLINE": "1", **extra}
 
 
+def aiter_with(place: pathlib.Path, body: str | None, reference: bool = True) -> pathlib.Path:
+    """An AITER at `place` with all files of the stand-in, whose `__init__.py` executes the stand-in's and then `body`.
+
+    Without `reference` it executes `body` alone; without a `body` there is no such file.
+    """
+    own = TESTS / "reference"
+    (place / "aiter").mkdir(parents=True)
+    for name in ("csrc", "hsa", "aiter/mla.py", "aiter/ops"):
+        (place / name).symlink_to(own / name)
+    start = f"exec(compile(open({str(own / 'aiter/__init__.py')!r}).read(), __file__, 'exec'))\n" * reference
+    if body is not None:
+        (place / "aiter/__init__.py").write_text(f"{start}{body}\n")
+    return place
+
+
 @functools.cache
 def launch(release: str, case: str, *, extension=True, aiter="reference", env=(), timeout=900, level=None) -> Done:
     """`case` in a process of its own on SGLang `release`; the result is kept for further tests.

@@ -65,7 +65,8 @@ def build(known: Facts, original: Any, instance: Any, args: Args, kwargs: Kwargs
     if NAME in wrapping.inert:
         # A module that SGLang imported just now could not be wrapped, which is logged: decode stays where it was.
         return built
-    built = original(runner, chosen)
+    # What the release takes from the backend, it takes from the router now; the linear backend is built already.
+    type(built).__init__(built, chosen, built.linear_attn_backend, built.full_attn_layers)
     if decode is prefill:
         text = "full-attention layers: prefill and decode on %s"
         logs.once(NAME, "routed", text, type(prefill).__name__, level=logging.INFO)

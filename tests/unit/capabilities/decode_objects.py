@@ -48,10 +48,16 @@ class HybridAttnBackend(Thing):
     """SGLang's router, by its name."""
 
 
-class HybridLinearAttnBackend(tuple):
-    """SGLang's backend of a hybrid model, by its name: (runner, full-attention backend)."""
+class HybridLinearAttnBackend:
+    """SGLang's backend of a hybrid model, by its name. It is equal to (its linear backend, its full-attention backend)."""
 
-    full_attn_backend = property(lambda self: self[1])
+    def __init__(self, full_attn_backend, linear_attn_backend, full_attn_layers):
+        self.full_attn_backend, self.linear_attn_backend = full_attn_backend, linear_attn_backend
+        self.full_attn_layers, self.taken = full_attn_layers, full_attn_backend
+
+    def __eq__(self, other):
+        assert self.taken is self.full_attn_backend
+        return (self.linear_attn_backend, self.full_attn_backend) == other
 
 
 class NoSource:

@@ -239,7 +239,9 @@ def test_the_router_decodes_on_one_side_and_shows_the_other(monkeypatch):
 
 def build(of_runner, full, facts=None):
     """What the release's own attn_backend_wrapper is called with."""
-    return pa.build(facts or known(), lambda *args: HybridLinearAttnBackend(args), None, (of_runner, full), {})
+    return pa.build(
+        facts or known(), lambda runner, full: HybridLinearAttnBackend(full, runner, [0]), None, (of_runner, full), {}
+    )
 
 
 def noted(decode):
@@ -279,7 +281,7 @@ def test_a_runner_left_alone_keeps_its_backend_and_only_strict_mode_refuses(monk
 
 
 @pytest.mark.parametrize("strict", ["0", "1"])
-@pytest.mark.parametrize("other", [HybridLinearAttnBackend((1, Triton())), Thing()], ids=["within", "instead"])
+@pytest.mark.parametrize("other", [HybridLinearAttnBackend(Triton(), 1, [0]), Thing()], ids=["within", "instead"])
 def test_a_backend_that_sglang_replaces_is_not_routed_and_takes_no_memory(monkeypatch, lines, other, strict):
     """From 0.5.20 on, a model of sparse attention gets a backend of SGLang's own choice."""
     monkeypatch.setenv("SGLANG_AITER_EXT_STRICT", strict)
@@ -291,7 +293,7 @@ def test_a_backend_that_sglang_replaces_is_not_routed_and_takes_no_memory(monkey
     else:
         assert pa.build(known(), lambda *args: other, None, (one, Triton()), {}) is other
     ((level, message),) = lines()
-    name = "Triton" if isinstance(other, tuple) else "Thing"
+    name = "Triton" if isinstance(other, HybridLinearAttnBackend) else "Thing"
     assert level == "WARNING" and f"of this model to {name}, whatever" in message and RUNNER.on(one) is None
 
 

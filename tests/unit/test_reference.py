@@ -89,14 +89,15 @@ def test_the_asm_kernel_poisons_rows_no_request_has():
 
 WRONG = {
     "int64 cu_seqlens": (dict(cu_seqlens_k=torch.tensor([0, 5])), "must be int32"),
-    "strided head_dim": (dict(k=torch.zeros(5, 2, 512).to(FP8)[..., ::2]), "contiguous last dimension"),
+    "strided head_dim": (dict(q=torch.zeros(3, 4, 512).to(FP8)[..., ::2]), "contiguous last dimension"),
+    "strides of V": (dict(v=torch.zeros(5, 4, 256).to(FP8)[:, ::2]), "V is read with the strides of K"),
     "head ratio": (dict(q=torch.zeros(3, 6, 256).to(FP8)), None),
     "ratio 6": (dict(q=torch.zeros(3, 12, 256).to(FP8)), "12 query heads over 2 KV heads is not covered"),
     "bf16 cache": (dict(k=torch.zeros(5, 2, 256, dtype=torch.bfloat16)), "must share an fp8 dtype"),
     "max_seqlen": (dict(max_seqlen_k=4), "a length over max_seqlen 4"),
     "tensor max_seqlen": (dict(max_seqlen_k=torch.tensor(5)), "must be a Python int"),
     "past the end": (dict(cu_seqlens_k=torch.tensor([0, 6], dtype=torch.int32), max_seqlen_k=6), "past 5 rows"),
-    "missing descale": (dict(q_descale=None), "q_descale is missing"),
+    "missing descale": (dict(q_descale=None), "q_descale must be a tensor"),
     "bf16 descale": (dict(k_descale=torch.ones(1, dtype=torch.bfloat16)), "k_descale must be float32"),
     "not causal": (dict(causal=False), "only plain causal attention"),
 }

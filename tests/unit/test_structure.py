@@ -104,6 +104,12 @@ def test_the_core_stays_small():
     assert sum(map(length, core)) < CORE_LINES
 
 
+def test_each_test_file_has_a_name_of_its_own():
+    """Pytest imports a test file under its bare name, and refuses the second file of a name."""
+    names = sorted(path.name for path in (environment.ROOT / "tests").rglob("test_*.py"))
+    assert names == sorted(set(names)) and "test_structure.py" in names
+
+
 EXECUTED = """
 import sys
 executed = []

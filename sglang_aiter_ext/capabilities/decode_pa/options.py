@@ -103,14 +103,14 @@ def heeded(release: Release, module: str, name: str) -> dict[str, str]:
     classes = [n for n in (source.tree.body if source else ()) if isinstance(n, ast.ClassDef) and n.name == name]
     if not classes:
         return {}
-    methods = {f.name: without_mla(f) for f in classes[-1].body if isinstance(f, ast.FunctionDef)}
+    methods: dict[str, ast.AST] = {f.name: f for f in classes[-1].body if isinstance(f, ast.FunctionDef)}
     if module == BACKEND:
         used = _needed(methods)
         methods = {name: method for name, method in methods.items() if name in ("__init__", "forward_decode")}
     else:
         # Options of attention over a prompt are read in `__init__`, and what is kept of them only in extend.
         used = {a for name, f in methods.items() if name != "__init__" and "extend" not in name for a in _own(f)}
-    assignments = [n for method in methods.values() for n in ast.walk(method) if isinstance(n, ast.Assign)]
+    assignments = [n for method in methods.values() for n in walk(method) if isinstance(n, ast.Assign)]
     found: dict[str, str] = {}
     for statement in assignments:
         kept = {target.attr for target in statement.targets if isinstance(target, ast.Attribute)}
@@ -120,8 +120,8 @@ def heeded(release: Release, module: str, name: str) -> dict[str, str]:
 
 
 def _options(release: Release, tree: ast.AST) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(tree):
-        text, name = ast.unparse(node), None
+    for node in walk(tree):
+        text, name = ast.unparse(node) if isinstance(node, (ast.Attribute, ast.Call)) else "", None
         if isinstance(node, ast.Attribute) and text.startswith(("model_runner.server_args.", "get_")):
             # Of the GPUs of a parallel size, attention may have a part.
             name = node.attr.removeprefix("attn_")
@@ -133,7 +133,7 @@ def _options(release: Release, tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 def _own(tree: ast.AST) -> set[str]:
     """The attributes of `self` in `tree`."""
-    nodes = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute))
+    nodes = (n for n in walk(tree) if isinstance(n, ast.Attribute))
     return {n.attr for n in nodes if isinstance(n.value, ast.Name) and n.value.id == "self"}
 
 
@@ -144,19 +144,18 @@ def _needed(methods: dict[str, ast.AST]) -> set[str]:
         before = len(needed)
         for name in needed & methods.keys():
             needed |= _own(methods[name])
-        for node in ast.walk(methods["__init__"]):
+        for node in walk(methods["__init__"]):
             targets = node.targets if isinstance(node, ast.Assign) else []
             if needed & {t.attr for t in targets if isinstance(t, ast.Attribute)}:
                 needed |= _own(node.value)  # type: ignore[attr-defined]
     return needed
 
 
-class _WithoutMla(ast.NodeTransformer):
-    def visit_If(self, node: ast.If) -> Any:
-        self.generic_visit(node)
-        return (node.orelse or ast.Pass()) if ast.unparse(node.test) == "self.use_mla" else node
-
-
-def without_mla(function: ast.AST) -> ast.AST:
-    """A copy of `function` without what it does for MLA layers."""
-    return _WithoutMla().visit(ast.parse(ast.unparse(function)))  # type: ignore[no-any-return]
+def walk(tree: ast.AST) -> Iterator[ast.AST]:
+    """Like `ast.walk`, without what is done for MLA layers."""
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        yield node
+        of_mla = isinstance(node, ast.If) and ast.unparse(node.test) == "self.use_mla"
+        nodes += node.orelse if of_mla else ast.iter_child_nodes(node)  # type: ignore[attr-defined]

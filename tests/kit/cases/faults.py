@@ -120,8 +120,9 @@ SCALES = {"k_scale": 0.5, "v_scale": 2.0}
 def prefill() -> list:
     import harness
 
-    stack = harness.Stack(backend="aiter", layers=8, full_interval=2, **SCALES, **HEADS)
-    return [stack.extend(lengths, tamper=TAMPER) for lengths in ({1: 20, 2: 37}, {1: 5, 2: 40, 3: 9})]
+    # Triton's interpreter writes one token of one layer at a time.
+    stack = harness.Stack(backend="aiter", layers=4, full_interval=2, **SCALES, **HEADS)
+    return [stack.extend(lengths, tamper=TAMPER) for lengths in ({1: 9, 2: 17}, {1: 2, 2: 7, 3: 3})]
 
 
 def decode() -> list:

@@ -40,15 +40,15 @@ def located() -> tuple[str | None, str | None]:
 def package() -> pathlib.Path | None:
     """The folder `aiter` that this Python would import, or None where there is no AITER."""
     place, problem = located()
-    return None if place is None or problem is not None else pathlib.Path(place)
+    return pathlib.Path(str(place)) if problem is None else None
 
 
 def on_path() -> dict[str, Any]:
     """What the source of the AITER on the path tells: `usable`, `path`, `reason`, and in `kernels` a problem of each."""
     place, reason = located()
-    if place is not None and reason is None:
+    if reason is None:
         try:
-            kernels = kernel_problems(pathlib.Path(place))
+            kernels = kernel_problems(pathlib.Path(str(place)))
         except (OSError, SyntaxError, ValueError) as error:
             reason = f"its source cannot be read: {error}"
         else:

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import random
+import socket
 import subprocess
 import sys
 
@@ -26,8 +27,10 @@ UNUSABLE = {
     "old": ("def gelu_and_mul(out, input): pass", "lacks paged_attention_ragged"),
     "namespace": ("", "is an empty namespace package, not AITER"),
 }
-#: Below those that Linux gives to connections; two for each server.
-PORTS = itertools.count(random.randrange(10000, 30000, 200), 2)
+#: Below those that Linux gives to connections; two for each server, and no two workers share one.
+PORTS = itertools.count(
+    10000 + 8000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2) + random.randrange(0, 7000, 200), 2
+)
 #: On a CPU a server gets as far as its attention backend, which is where it must refuse.
 ON_CPU = (
     "--device", "cpu", "--load-format", "dummy", "--disable-cuda-graph", "--disable-radix-cache",
@@ -49,13 +52,19 @@ class Server:
         return [line for line in self.log.splitlines() if line.strip() and not any(a in line for a in after)][-3:]
 
 
+def free(port: int) -> bool:
+    """Whether nothing listens on this port."""
+    with socket.socket() as listener:
+        return listener.connect_ex(("127.0.0.1", port)) != 0
+
+
 def run(work, name, *arguments, release, aiter="reference", extension=True, model=None, **env) -> Server:
     """One server on WORK=`work`, from start to stop. `aiter` is `reference`, None or a folder to have on the path."""
     path = [str(environment.ROOT)] if extension else []
     path += [str(environment.place("sglang", release)), str(HERE / "shims")]
     if aiter is not None:
         path.append(str(child.TESTS / "reference") if aiter == "reference" else str(aiter))
-    port = next(PORTS)
+    port = next(port for port in PORTS if free(port) and free(port + 1))
     variables = child.clean_environment(
         PYTHONPATH=os.pathsep.join(path), PYTHON=sys.executable, NAME=name, PORT=str(port), **env
     )

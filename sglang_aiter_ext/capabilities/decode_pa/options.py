@@ -120,8 +120,8 @@ def heeded(release: Release, module: str, name: str) -> dict[str, str]:
 
 
 def _options(release: Release, tree: ast.AST) -> Iterator[tuple[str, str]]:
-    for node in walk(tree):
-        text, name = ast.unparse(node) if isinstance(node, (ast.Attribute, ast.Call)) else "", None
+    for node in (n for n in walk(tree) if isinstance(n, (ast.Attribute, ast.Call))):
+        text, name = ast.unparse(node), None
         if isinstance(node, ast.Attribute) and text.startswith(("model_runner.server_args.", "get_")):
             # Of the GPUs of a parallel size, attention may have a part.
             name = node.attr.removeprefix("attn_")

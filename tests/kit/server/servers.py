@@ -27,10 +27,9 @@ UNUSABLE = {
     "old": ("def gelu_and_mul(out, input): pass", "lacks paged_attention_ragged"),
     "namespace": ("", "is an empty namespace package, not AITER"),
 }
-#: Below those that Linux gives to connections; two for each server, and no two workers share one.
-PORTS = itertools.count(
-    10000 + 8000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2) + random.randrange(0, 7000, 200), 2
-)
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+#: Below those that Linux gives to connections; two for each server, and ten workers have ranges of their own.
+PORTS = itertools.count(10000 + WORKER % 10 * 2000 + random.randrange(0, 1000, 200), 2)
 #: On a CPU a server gets as far as its attention backend, which is where it must refuse.
 ON_CPU = (
     "--device", "cpu", "--load-format", "dummy", "--disable-cuda-graph", "--disable-radix-cache",
